@@ -1,0 +1,19 @@
+//! Flint on one machine. Data goes one way, and each room imports only rooms listed above it:
+//!
+//! ```text
+//! checkpoint file ─ checkpoint ─ weights ─┐
+//! config.json / GGUF keys ─ config ───────┴─ cpu ─ logits ─ sampling ─ tokens
+//! text ─ tokenizer ─ engine ─ events ─ python
+//! ```
+
+pub mod error;
+pub mod cancel;
+pub mod nvfp4;
+pub mod checkpoint;
+pub mod config;
+pub mod weights;
+pub mod tokenizer;
+pub mod sampling;
+pub mod cpu;
+
+pub use error::{Error, Result};

@@ -1,0 +1,1 @@
+//! The NVFP4 number format.
