@@ -3,12 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::{
-    cancel::Cancel,
-    config::FlintConfig,
-    error::Result,
-    weights::Weights,
-};
+use crate::{cancel::Cancel, config::FlintConfig, error::Result, weights::Weights};
 
 /// How activations, residual stream and KV cache are kept between operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
