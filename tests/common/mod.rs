@@ -1,6 +1,8 @@
 //! Checkpoints built byte by byte, from the formats' descriptions and not with the readers' own code.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub mod hostile;
+
 use std::fmt::Write as _;
 
 /// Value types of GGUF by their number in the file.
