@@ -63,7 +63,7 @@ fn headers() {
         ("empty file", vec![], "magic", "0 bytes up to the end"),
         ("magic cut", b"GGU".to_vec(), "magic", "3 bytes up to the end"),
         ("older magic", GgufFile { magic: *b"ggjt", ..GgufFile::flint() }.bytes(), "magic", "\"ggjt\""),
-        ("no text in the magic", GgufFile { magic: [0, 255, 10, 34], ..GgufFile::flint() }.bytes(), "magic", r#"\xff"#),
+        ("no text in the magic", GgufFile { magic: [0, 255, 10, 34], ..GgufFile::flint() }.bytes(), "magic", r"\xff"),
         ("version cut", b"GGUF\x03\0\0".to_vec(), "version", "3 bytes up to the end"),
         ("version 0", version(0), "version", "0"),
         ("version 1", version(1), "version", "1"),
@@ -171,54 +171,40 @@ fn tensors() {
     let mut odd_name = tensor("tt", &[16], 0, &[0; 64]).bytes();
     let place = odd_name.windows(10).position(|w| w == b"\x02\0\0\0\0\0\0\0tt").unwrap();
     odd_name[place + 8] = 0xff;
-    check(
-        &[
-            ("no name", tensor("", &[16], 0, &[0; 64]).bytes(), "name of tensor 2", "0 bytes"),
-            ("name of 65 bytes", tensor(&long, &[16], 0, &[0; 64]).bytes(), "name of tensor 2", "65 bytes"),
-            ("name not UTF-8", odd_name, "name of tensor 2", "utf-8"),
-            (
-                "the same name twice",
-                tensor("output_norm.weight", &[8], 0, &[0; 32]).bytes(),
-                "output_norm.weight",
-                "two",
-            ),
-            ("no dimensions", shape(&[]), "t", "0"),
-            ("five dimensions", shape(&[1, 1, 1, 1, 16]), "t", "5"),
-            ("a dimension of 0", shape(&[16, 0]), "t", "0"),
-            ("dimensions 2^63 x 2", shape(&[1 << 63, 2]), "t", "shape [2, 9223372036854775808]"),
-            ("dimensions 2^32 x 2^32", shape(&[1 << 32, 1 << 32]), "t", "shape [4294967296, 4294967296]"),
-            ("dimensions (2^16)^4", shape(&[1 << 16; 4]), "t", "shape [65536, 65536, 65536, 65536]"),
-            ("2^62 singles", shape(&[1 << 62]), "t", "shape [4611686018427387904]"),
-            ("2^64-1 singles", shape(&[u64::MAX]), "t", "shape [18446744073709551615]"),
-            ("2^40 singles", shape(&[1 << 40]), "t", "288 bytes of data"),
-            ("one value more than the file", shape(&[17]), "t", "288 bytes of data"),
-            ("half an NVFP4 block", tensor("t", &[32, 4], 40, &[0; 72]).bytes(), "t", "shape [4, 32]"),
-            ("an odd Q8_0 row", tensor("t", &[33, 32], 8, &[0; 1122]).bytes(), "t", "shape [32, 33]"),
-            ("tensor type 250", typed(250), "t", "tensor type 250"),
-            ("tensor type 2, Q4_0", typed(2), "t", "tensor type 2 (Q4_0)"),
-            ("tensor type 12, Q4_K", typed(12), "t", "tensor type 12 (Q4_K)"),
-            ("tensor type 2^32-1", typed(u32::MAX), "t", "tensor type 4294967295"),
-            ("offset not aligned", at(260), "t", "260"),
-            ("offset 2^64-32", at(u64::MAX - 31), "t", "bytes of data"),
-            ("offset 2^63", at(1 << 63), "t", "bytes of data"),
-            ("offset past the end", at(1 << 20), "t", "bytes of data"),
-            ("on another tensor", at(0), "token_embd.weight", "an offset of 0, inside t"),
-            ("into another tensor", at(160), "t", "an offset of 160, inside token_embd.weight"),
-            (
-                "around another tensor",
-                tensor("t", &[64], 0, &[0; 256]).last(|t| t.offset = 32).bytes(),
-                "t",
-                "an offset of 32, inside token_embd.weight",
-            ),
-        ]
-        .map(|(case, mut bytes, name, found)| {
-            // "past the end" must not be filled up by the builder.
-            if case.starts_with("offset") {
-                bytes.truncate(2000)
-            }
-            (case, bytes, name, found)
-        }),
-    );
+    check(&[
+        ("no name", tensor("", &[16], 0, &[0; 64]).bytes(), "name of tensor 2", "0 bytes"),
+        ("name of 65 bytes", tensor(&long, &[16], 0, &[0; 64]).bytes(), "name of tensor 2", "65 bytes"),
+        ("name not UTF-8", odd_name, "name of tensor 2", "utf-8"),
+        ("the same name twice", tensor("output_norm.weight", &[8], 0, &[0; 32]).bytes(), "output_norm.weight", "two"),
+        ("no dimensions", shape(&[]), "t", "0"),
+        ("five dimensions", shape(&[1, 1, 1, 1, 16]), "t", "5"),
+        ("a dimension of 0", shape(&[16, 0]), "t", "0"),
+        ("dimensions 2^63 x 2", shape(&[1 << 63, 2]), "t", "shape [2, 9223372036854775808]"),
+        ("dimensions 2^32 x 2^32", shape(&[1 << 32, 1 << 32]), "t", "shape [4294967296, 4294967296]"),
+        ("dimensions (2^16)^4", shape(&[1 << 16; 4]), "t", "shape [65536, 65536, 65536, 65536]"),
+        ("2^62 singles", shape(&[1 << 62]), "t", "shape [4611686018427387904]"),
+        ("2^64-1 singles", shape(&[u64::MAX]), "t", "shape [18446744073709551615]"),
+        ("2^40 singles", shape(&[1 << 40]), "t", "288 bytes of data"),
+        ("one value more than the file", shape(&[17]), "t", "288 bytes of data"),
+        ("half an NVFP4 block", tensor("t", &[32, 4], 40, &[0; 72]).bytes(), "t", "shape [4, 32]"),
+        ("an odd Q8_0 row", tensor("t", &[33, 32], 8, &[0; 1122]).bytes(), "t", "shape [32, 33]"),
+        ("tensor type 250", typed(250), "t", "tensor type 250"),
+        ("tensor type 2, Q4_0", typed(2), "t", "tensor type 2 (Q4_0)"),
+        ("tensor type 12, Q4_K", typed(12), "t", "tensor type 12 (Q4_K)"),
+        ("tensor type 2^32-1", typed(u32::MAX), "t", "tensor type 4294967295"),
+        ("offset not aligned", at(260), "t", "260"),
+        ("offset 2^64-32", at(u64::MAX - 31), "t", "bytes of data"),
+        ("offset 2^63", at(1 << 63), "t", "bytes of data"),
+        ("offset past the end", at(1 << 20), "t", "bytes of data"),
+        ("on another tensor", at(0), "token_embd.weight", "an offset of 0, inside t"),
+        ("into another tensor", at(160), "t", "an offset of 160, inside token_embd.weight"),
+        (
+            "around another tensor",
+            tensor("t", &[64], 0, &[0; 256]).last(|t| t.offset = 32).bytes(),
+            "t",
+            "an offset of 32, inside token_embd.weight",
+        ),
+    ]);
 }
 
 #[test]
