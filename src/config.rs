@@ -1,5 +1,7 @@
 //! What a Flint checkpoint says about itself: dimensions, the kind of each layer, rotary base.
 
+use crate::{checkpoint::Checkpoint, error::Result};
+
 /// What the tokens of a layer attend to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Attention {
@@ -62,4 +64,12 @@ pub struct FlintConfig {
     pub rope_theta: f32,
     /// One entry a layer.
     pub layers: Vec<LayerKind>,
+}
+
+impl FlintConfig {
+    /// From the GGUF keys or config.json.
+    pub fn from_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
+        let _ = checkpoint;
+        unimplemented!()
+    }
 }

@@ -1,7 +1,12 @@
 //! The weights of a Flint, bound by name from a checkpoint with type and shape checked: the whole list that the model
 //! needs, and nothing else. Backends read these and never a file.
 
-use crate::{checkpoint::Bytes, config::FlintConfig};
+use crate::{
+    cancel::Cancel,
+    checkpoint::{Bytes, Checkpoint},
+    config::FlintConfig,
+    error::Result,
+};
 
 /// A matrix of `rows` outputs by `cols` inputs, stored row after row.
 #[derive(Clone, Debug)]
@@ -99,4 +104,22 @@ pub struct Weights {
     pub final_norm: Vec<f32>,
     /// `[V, D]`.
     pub lm_head: Matrix,
+}
+
+impl Weights {
+    /// Binds every tensor of `checkpoint`. `progress` gets (bytes checked, bytes in all).
+    pub fn bind(
+        checkpoint: &Checkpoint,
+        config: FlintConfig,
+        progress: &mut dyn FnMut(u64, u64),
+        cancel: &Cancel,
+    ) -> Result<Self> {
+        let _ = (checkpoint, config, progress, cancel);
+        unimplemented!()
+    }
+
+    /// Bytes of all weights as stored.
+    pub fn bytes(&self) -> usize {
+        unimplemented!()
+    }
 }

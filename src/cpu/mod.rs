@@ -3,12 +3,7 @@
 
 use std::sync::Arc;
 
-use crate::{
-    cancel::Cancel,
-    config::FlintConfig,
-    error::Result,
-    weights::Weights,
-};
+use crate::{cancel::Cancel, config::FlintConfig, error::Result, weights::Weights};
 
 /// How activations, residual stream and KV cache are kept between operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,6 +82,17 @@ impl CpuModel {
     /// The dimensions.
     pub fn config(&self) -> &FlintConfig {
         &self.weights.config
+    }
+
+    /// The weights it runs.
+    pub fn weights(&self) -> &Weights {
+        &self.weights
+    }
+
+    /// Bytes of a KV cache that holds `tokens` positions.
+    pub fn kv_bytes_at(&self, tokens: usize) -> usize {
+        let _ = tokens;
+        unimplemented!()
     }
 
     /// An empty KV cache.
