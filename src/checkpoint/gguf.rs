@@ -1,6 +1,9 @@
 //! GGUF files.
 
-use std::{collections::BTreeMap, path::Path};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
 
 use super::Tensor;
 use crate::error::Result;
@@ -25,6 +28,8 @@ pub enum Value {
 /// A parsed GGUF, of one file or split into several.
 #[derive(Debug)]
 pub struct Gguf {
+    /// The file, or the first part.
+    pub path: PathBuf,
     /// Keys of the first part.
     pub metadata: BTreeMap<String, Value>,
     /// Tensors of all parts, by name.

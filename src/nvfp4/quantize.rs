@@ -20,11 +20,9 @@ pub struct BadValue {
 pub fn amax(values: &[f32]) -> Result<f32, BadValue> {
     // Magnitudes order as their bits do, and NaN above infinity above the rest, so one maximum finds both.
     let bits = values.iter().fold(0, |bits, value| bits.max(value.to_bits() & 0x7FFF_FFFF));
-    if f32::from_bits(bits).is_finite() {
-        return Ok(f32::from_bits(bits));
-    }
-    let bad = values.iter().enumerate().find(|(_, value)| !value.is_finite());
-    Err(bad.map(|(index, &value)| BadValue { index, value }).expect("the maximum is not finite"))
+    let largest = f32::from_bits(bits);
+    let bad = if largest.is_finite() { None } else { values.iter().position(|value| !value.is_finite()) };
+    bad.map_or(Ok(largest), |index| Err(BadValue { index, value: values[index] }))
 }
 
 /// The scale for a tensor whose largest magnitude is `amax`: the largest block scale and the largest code then reach it.
