@@ -53,6 +53,19 @@ pub(super) struct Checkpoint {
     sliding: Vec<(usize, LayerKv)>,
 }
 
+/// Bytes that the rows of `tokens` positions fill, at most.
+pub(super) fn bytes_at(config: &FlintConfig, precision: Precision, tokens: usize) -> usize {
+    let value_bytes = match precision {
+        Precision::Float32 => 4,
+        Precision::Bfloat16 => 2,
+    };
+    let rows = config.layers.iter().map(|kind| match kind.attention {
+        Attention::Full => tokens,
+        Attention::Sliding => tokens.min(config.sliding_window - 1 + BLOCK_TOKENS),
+    });
+    2 * rows.sum::<usize>() * config.n_kv_heads * config.head_dim * value_bytes
+}
+
 impl Kv {
     pub(super) fn new(config: &FlintConfig, precision: Precision) -> Self {
         let store = || Store::new(config.n_kv_heads * config.head_dim, precision);

@@ -95,6 +95,16 @@ impl CpuModel {
         &self.weights.config
     }
 
+    /// The weights it runs.
+    pub fn weights(&self) -> &Weights {
+        &self.weights
+    }
+
+    /// Bytes that the KV cache of a sequence of `tokens` positions fills.
+    pub fn kv_bytes_at(&self, tokens: usize) -> usize {
+        kv::bytes_at(self.config(), self.precision, tokens)
+    }
+
     /// An empty KV cache.
     pub fn new_kv(&self) -> Kv {
         Kv::new(self.config(), self.precision)
