@@ -70,7 +70,7 @@ pub struct Event {
 pub struct Engine {
     path: PathBuf,
     model: CpuModel,
-    tokenizer: Tokenizer,
+    tokenizer: Arc<Tokenizer>,
     load_time: Duration,
 }
 
@@ -86,7 +86,7 @@ impl Engine {
         let start = Instant::now();
         let checkpoint = Checkpoint::open(path)?;
         let config = FlintConfig::from_checkpoint(&checkpoint)?;
-        let tokenizer = Tokenizer::from_checkpoint(&checkpoint)?;
+        let tokenizer = Arc::new(Tokenizer::from_checkpoint(&checkpoint)?);
         if tokenizer.vocab_size() > config.vocab_size {
             return Err(Error::format(
                 path,
@@ -145,7 +145,7 @@ impl Engine {
         Ok(Generation {
             max_tokens: params.max_tokens.map_or(room, |n| n.min(room)),
             kv: self.model.new_kv(),
-            decoder: self.tokenizer.decoder(false),
+            decoder: Decoder::new(Arc::clone(&self.tokenizer), false),
             stop: StopMatcher::new(&params.stop, params.include_stop_str_in_output),
             sampler,
             params: params.clone(),
@@ -224,7 +224,7 @@ pub struct Generation {
     cancel: Cancel,
     kv: Kv,
     sampler: Sampler,
-    decoder: Decoder,
+    decoder: Decoder<Arc<Tokenizer>>,
     stop: StopMatcher,
     /// Tokens that the model has not read yet: the prompt, then the token chosen last.
     pending: Vec<u32>,
