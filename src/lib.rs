@@ -14,6 +14,8 @@ pub mod config;
 pub mod weights;
 pub mod tokenizer;
 pub mod sampling;
+pub mod stop;
 pub mod cpu;
+pub mod engine;
 
 pub use error::{Error, Result};

@@ -47,6 +47,14 @@ pub struct SamplingParams {
     pub prompt_logprobs: Option<usize>,
 }
 
+impl SamplingParams {
+    /// Checks every field. Errors: [`crate::Error::Value`] naming field, value and range.
+    pub fn validate(&self, vocab_size: usize) -> Result<()> {
+        let _ = vocab_size;
+        unimplemented!()
+    }
+}
+
 /// A token's log-probability under the raw distribution of the model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Logprob {
