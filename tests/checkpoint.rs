@@ -312,6 +312,20 @@ fn validate_names_the_field() {
     }
 }
 
+/// Fuzzing starts from these; a seed that no reader accepts any more would start it from nothing.
+#[test]
+fn fuzz_seeds_are_accepted() {
+    let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds");
+    let config = FlintConfig::from_checkpoint(&open(&seeds.join("gguf/flint.gguf"))).unwrap();
+    assert_eq!(config, expected_config());
+    let dir = TempDir::new().unwrap();
+    for seed in ["config/config.json", "safetensors/model.safetensors"] {
+        let name = Path::new(seed).file_name().unwrap();
+        fs::copy(seeds.join(seed), dir.path().join(name)).unwrap();
+    }
+    assert_eq!(FlintConfig::from_checkpoint(&open(dir.path())).unwrap(), expected_config());
+}
+
 /// A shape and a type with its number in a GGUF, its name in safetensors (`None` where it has none), and its bytes.
 fn any_tensor() -> impl Strategy<Value = (Vec<usize>, u32, Option<&'static str>, usize)> {
     let dims = prop::collection::vec(1_usize..5, 0..4);
