@@ -143,9 +143,9 @@ impl TokenizerData {
             }
             ids.insert(*id);
         }
-        let by_name = (0u32..).zip(&self.tokens).filter(|(_, token)| {
-            token.kind() == TokenKind::Control && END_NAMES.contains(&token.text())
-        });
+        let by_name = (0u32..)
+            .zip(&self.tokens)
+            .filter(|(_, token)| token.kind() == TokenKind::Control && END_NAMES.contains(&token.text()));
         ids.extend(by_name.map(|(id, _)| id));
         self.eos_token_id = named.first().map(|(_, id)| *id);
         self.end_token_ids = ids.into_iter().collect();
@@ -154,9 +154,8 @@ impl TokenizerData {
 
     /// `self` if tokens and merges are in order.
     pub(super) fn checked(self, keys: &Keys) -> Result<Self> {
-        let wrong = |name: String, expected: &str, found: &str| {
-            Err(Error::format(&self.file, name, expected, shorten(found)))
-        };
+        let wrong =
+            |name: String, expected: &str, found: &str| Err(Error::format(&self.file, name, expected, shorten(found)));
         let mut by_text = HashMap::with_capacity(self.tokens.len());
         for (id, token) in self.tokens.iter().enumerate() {
             if token.text().is_empty() {

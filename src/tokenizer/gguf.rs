@@ -40,7 +40,11 @@ pub(super) fn read(file: &Path, metadata: &Metadata) -> Result<TokenizerData> {
     let texts = keys.array(TOKENS, "strings")?;
     let types = keys.array(TOKEN_TYPE, "integers")?;
     if texts.len() != types.len() {
-        return Err(keys.wrong(TOKEN_TYPE, format!("{} types, one for each token", texts.len()), types.len().to_string()));
+        return Err(keys.wrong(
+            TOKEN_TYPE,
+            format!("{} types, one for each token", texts.len()),
+            types.len().to_string(),
+        ));
     }
     let mut tokens = Vec::with_capacity(texts.len());
     for (id, (text, kind)) in texts.iter().zip(types).enumerate() {
@@ -113,9 +117,7 @@ pub(super) fn write(data: &TokenizerData) -> Result<Metadata> {
         ),
         (EOG.to_owned(), Value::Array(data.end_token_ids.iter().copied().map(id).collect())),
     ]);
-    let named = |name: &str| {
-        data.end_token_ids.iter().copied().find(|&id| data.tokens[id as usize].text() == name)
-    };
+    let named = |name: &str| data.end_token_ids.iter().copied().find(|&id| data.tokens[id as usize].text() == name);
     for (key, end) in [(EOS, data.eos_token_id), (EOT, named("<|user|>")), (EOM, named("<|observation|>"))] {
         if let Some(end) = end {
             metadata.insert(key.to_owned(), id(end));

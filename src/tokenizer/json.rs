@@ -192,7 +192,12 @@ fn tokens(file: &Path, vocab: Entries, added: Vec<AddedEntry>) -> Result<Vec<Tok
             None => {}
             Some(other) => {
                 let name = format!("added_tokens {}", shorten(&token.content));
-                return Err(Error::format(file, name, "an id of its own", format!("{id}, which is {}", shorten(other.text()))));
+                return Err(Error::format(
+                    file,
+                    name,
+                    "an id of its own",
+                    format!("{id}, which is {}", shorten(other.text())),
+                ));
             }
         }
         tokens[id as usize] = Some(Token::Added(token));
@@ -236,7 +241,12 @@ impl<'a> SideFiles<'a> {
                 let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
                 let Some(id) = id.filter(|id| (*id as usize) < tokens.len()) else {
                     let accepted = format!("token ids below {}", tokens.len());
-                    return Err(Error::format(&self.folder.join(file), "eos_token_id", accepted, shorten(&value.to_string())));
+                    return Err(Error::format(
+                        &self.folder.join(file),
+                        "eos_token_id",
+                        accepted,
+                        shorten(&value.to_string()),
+                    ));
                 };
                 ends.push((format!("{file} eos_token_id"), id));
             }
@@ -245,14 +255,19 @@ impl<'a> SideFiles<'a> {
         let name = &self.tokenizer_config["eos_token"];
         if let Some(name) = name.as_str().or_else(|| name["content"].as_str()) {
             let Some(id) = (0..).zip(tokens).find(|(_, token)| token.text() == name).map(|(id, _)| id) else {
-                return Err(Error::format(&self.tokenizer_config_path(), "eos_token", "a token of the vocabulary", shorten(name)));
+                return Err(Error::format(
+                    &self.tokenizer_config_path(),
+                    "eos_token",
+                    "a token of the vocabulary",
+                    shorten(name),
+                ));
             };
             ends.push(("tokenizer_config.json eos_token".into(), id));
         }
         Ok(ends)
     }
 
-    /// chat_template.jinja, or the template in tokenizer_config.json: one, or a list of named ones with a default.
+    /// `chat_template.jinja`, or the template in `tokenizer_config.json`: one, or a list of named ones with a default.
     fn chat_template(&self) -> Result<Option<String>> {
         let file = self.folder.join("chat_template.jinja");
         if let Some(bytes) = read_if_there(&file)? {
