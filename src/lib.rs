@@ -14,6 +14,7 @@ pub mod config;
 pub mod weights;
 pub mod tokenizer;
 pub mod sampling;
+pub mod stop;
 pub mod cpu;
 
 pub use error::{Error, Result};
