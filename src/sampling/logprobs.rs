@@ -27,20 +27,24 @@ impl TokenLogprobs {
     /// Of `token_id` and the `top_n` most likely tokens under `logits` (`[V]`, fp32): log-softmax in f64. Errors:
     /// [`Error::Value`] for logits that are no distribution ([`check_logits`]) and a token outside them.
     pub fn new(logits: &[f32], token_id: u32, top_n: usize) -> Result<Self> {
-        let max = f64::from(check_logits(logits)?);
+        check_logits(logits)?;
         let Some(&chosen) = logits.get(token_id as usize) else {
             return Err(Error::value("token_id", token_id.to_string(), format!("ids below {}", logits.len())));
         };
+        let max = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
         let sum: f64 = logits.iter().map(|&l| (f64::from(l) - max).exp()).sum();
-        let log_sum = max + sum.ln();
+        let log_sum = sum.ln();
         let logprob = |key: Key, rank| Logprob {
             token_id: key.token_id(),
-            logprob: (f64::from(key.logit()) - log_sum) as f32,
+            logprob: (f64::from(key.logit()) - max - log_sum) as f32,
             rank,
         };
         let key = Key::new(chosen, token_id);
         let before = (0u32..).zip(logits).filter(|&(id, &l)| Key::new(l, id) > key).count();
-        let mut top = if top_n == 0 { Vec::new() } else { top_k(logits, top_n.min(logits.len())) };
+        let mut top = Vec::new();
+        if top_n > 0 {
+            top_k(logits, top_n.min(logits.len()), &mut top);
+        }
         top.sort_unstable_by(|a, b| b.cmp(a));
         Ok(Self {
             chosen: logprob(key, before + 1),
@@ -49,21 +53,22 @@ impl TokenLogprobs {
     }
 }
 
-/// The largest of `logits`. Errors: [`Error::Value`] if one is NaN or plus infinity, or if none is above minus
-/// infinity: no softmax exists then, and any token taken from them would be made up.
-pub(super) fn check_logits(logits: &[f32]) -> Result<f32> {
-    let mut max = f32::NEG_INFINITY;
-    let mut sound = true;
+/// Errors: [`Error::Value`] if one of `logits` is NaN or plus infinity, or if none is above minus infinity: no softmax
+/// exists then, and any token taken from them would be made up.
+pub(super) fn check_logits(logits: &[f32]) -> Result<()> {
+    // Without branches, so that the compiler takes several at a time.
+    let (mut sound, mut possible) = (true, false);
     for &logit in logits {
         sound &= logit < f32::INFINITY;
-        max = max.max(logit);
+        possible |= logit > f32::NEG_INFINITY;
     }
     if !sound && let Some(id) = logits.iter().position(|&logit| logit.is_nan() || logit == f32::INFINITY) {
         let found = format!("{} for token {id}", logits[id]);
         return Err(Error::value("logits", found, "numbers below infinity"));
     }
-    if max == f32::NEG_INFINITY {
-        return Err(Error::value("logits", "none above minus infinity", "at least one token that is possible"));
+    if possible {
+        Ok(())
+    } else {
+        Err(Error::value("logits", "none above minus infinity", "at least one token that is possible"))
     }
-    Ok(max)
 }

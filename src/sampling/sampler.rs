@@ -7,7 +7,7 @@ use super::{
     logprobs::check_logits,
     params::check_id,
     rng,
-    select::{Shape, draw, greedy},
+    select::{Draw, Shape, greedy},
 };
 use crate::error::{Error, Result};
 
@@ -32,6 +32,7 @@ pub struct Sampler {
     output_tokens: usize,
     /// The logits being worked on, kept for its memory.
     logits: Vec<f32>,
+    draw: Draw,
 }
 
 impl Sampler {
@@ -50,6 +51,7 @@ impl Sampler {
             seen: prompt.iter().map(|&id| (id, 0)).collect(),
             output_tokens: 0,
             logits: Vec::new(),
+            draw: Draw::default(),
             params: params.clone(),
         })
     }
@@ -68,11 +70,7 @@ impl Sampler {
         }
         check_logits(logits)?;
         self.mask_and_bias(logits);
-        self.penalise();
-        if self.logits.contains(&f32::INFINITY) {
-            let penalty = self.params.repetition_penalty.to_string();
-            return Err(Error::value("repetition_penalty", penalty, "one under which logits stay finite"));
-        }
+        self.penalise()?;
         let shape = Shape {
             temperature: self.params.temperature,
             min_p: self.params.min_p,
@@ -82,7 +80,7 @@ impl Sampler {
         let chosen = if shape.temperature == 0.0 {
             greedy(&self.logits)
         } else {
-            draw(&self.logits, &shape, rng::random(self.seed, self.output_tokens as u64))
+            self.draw.draw(&self.logits, &shape, rng::random(self.seed, self.output_tokens as u64))
         };
         let token_id = chosen.ok_or_else(|| self.nothing_left())?;
         let logprobs = match self.params.logprobs {
@@ -120,11 +118,11 @@ impl Sampler {
         }
     }
 
-    /// Repetition, then frequency, then presence penalty; each step rounds on its own.
-    fn penalise(&mut self) {
+    /// Repetition, then frequency, then presence penalty; each operation rounds on its own.
+    fn penalise(&mut self) -> Result<()> {
         let SamplingParams { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.params;
         if (repetition_penalty, frequency_penalty, presence_penalty) == (1.0, 0.0, 0.0) {
-            return;
+            return Ok(());
         }
         for (&id, &count) in &self.seen {
             let logit = &mut self.logits[id as usize];
@@ -137,7 +135,12 @@ impl Sampler {
             if count > 0 {
                 *logit -= presence_penalty;
             }
+            if *logit == f32::INFINITY {
+                let accepted = "one under which logits stay finite";
+                return Err(Error::value("repetition_penalty", repetition_penalty.to_string(), accepted));
+            }
         }
+        Ok(())
     }
 
     /// Why no token was left: the raw logits had one.

@@ -31,25 +31,24 @@ impl Key {
     }
 }
 
-/// Keys of the `k` largest logits, ties to the lowest ids, in no order; fewer when fewer are above minus infinity.
-/// Linear in `logits` whatever `k` is.
-pub(super) fn top_k(logits: &[f32], k: usize) -> Vec<Key> {
+/// Fills `kept` with the keys of the `k` largest logits, ties to the lowest ids, in no order; fewer when fewer are above
+/// minus infinity. Linear in `logits` whatever `k` is, and little more than one comparison each when `k` is small.
+pub(super) fn top_k(logits: &[f32], k: usize, kept: &mut Vec<Key>) {
     let room = k + k.clamp(64, 4096);
-    let mut kept = Vec::with_capacity(room.min(logits.len()));
-    let mut floor = Key::floor();
+    kept.clear();
+    let (mut floor, mut floor_logit) = (Key::floor(), f32::NEG_INFINITY);
     for (id, &logit) in (0u32..).zip(logits) {
-        let key = Key::new(logit, id);
-        if key > floor {
-            kept.push(key);
+        if logit >= floor_logit && Key::new(logit, id) > floor {
+            kept.push(Key::new(logit, id));
             if kept.len() == room {
-                floor = shrink(&mut kept, k);
+                floor = shrink(kept, k);
+                floor_logit = floor.logit();
             }
         }
     }
     if kept.len() > k {
-        shrink(&mut kept, k);
+        shrink(kept, k);
     }
-    kept
 }
 
 /// Leaves the `k` first of `keys`, which are more; the last of them is returned.
@@ -62,8 +61,13 @@ fn shrink(keys: &mut Vec<Key>, k: usize) -> Key {
 
 /// The most likely token, ties to the lowest id; `None` when all are masked.
 pub(super) fn greedy(logits: &[f32]) -> Option<u32> {
-    let best = (0u32..).zip(logits).map(|(id, &logit)| Key::new(logit, id)).max()?;
-    (best > Key::floor()).then(|| best.token_id())
+    let mut best = (f32::NEG_INFINITY, None);
+    for (id, &logit) in (0u32..).zip(logits) {
+        if logit > best.0 {
+            best = (logit, Some(id));
+        }
+    }
+    best.1
 }
 
 /// The weight of the most likely token. A vocabulary of 2^23 tokens of this weight still sums below 2^63.
@@ -94,7 +98,7 @@ fn weight(x: f32) -> u64 {
     if shift >= 0 { mantissa << shift } else { (mantissa + (1 << (-shift - 1))) >> -shift }
 }
 
-/// How [`draw`] narrows and shapes the distribution.
+/// How [`Draw::draw`] narrows and shapes the distribution.
 pub(super) struct Shape {
     /// Above 0.
     pub(super) temperature: f32,
@@ -109,66 +113,91 @@ pub(super) struct Shape {
 #[derive(Clone, Copy)]
 struct Candidate {
     key: Key,
+    /// 1 to [`ONE`].
     weight: u64,
 }
 
-/// The token that the 64 random bits `random` choose from `logits` (`[V]`, no NaN, no plus infinity); `None` when all
-/// are masked. Candidates stand in order of their ids; with r = random * total / 2^64 rounded down, the first one whose
-/// running sum of weights exceeds r is chosen.
-pub(super) fn draw(logits: &[f32], shape: &Shape, random: u64) -> Option<u32> {
-    let candidates = candidates(logits, shape);
-    let total: u64 = candidates.iter().map(|c| c.weight).sum();
-    let r = ((u128::from(random) * u128::from(total)) >> 64) as u64;
-    let mut sum = 0;
-    candidates
-        .iter()
-        .find(|c| {
+/// Draws tokens; owns the memory for it.
+#[derive(Default)]
+pub(super) struct Draw {
+    keys: Vec<Key>,
+    /// In order of ids.
+    candidates: Vec<Candidate>,
+    border: Vec<Candidate>,
+}
+
+impl Draw {
+    /// The token that the 64 random bits `random` choose from `logits` (`[V]`, no NaN, no plus infinity); `None` when
+    /// all are masked. Candidates stand in order of their ids; with r = random * total / 2^64 rounded down, the first
+    /// one whose running sum of weights exceeds r is chosen.
+    pub(super) fn draw(&mut self, logits: &[f32], shape: &Shape, random: u64) -> Option<u32> {
+        self.narrow(logits, shape)?;
+        let r = multiply_high(random, total(&self.candidates));
+        let mut sum = 0;
+        let chosen = self.candidates.iter().find(|c| {
             sum += c.weight;
             sum > r
-        })
-        .map(|c| c.key.token_id())
+        });
+        chosen.map(|c| c.key.token_id())
+    }
+
+    /// Leaves as candidates what temperature, `min_p`, `top_k` and `top_p` leave; `None` when all are masked.
+    fn narrow(&mut self, logits: &[f32], shape: &Shape) -> Option<()> {
+        top_k(logits, shape.top_k.unwrap_or(logits.len()).min(logits.len()), &mut self.keys);
+        self.keys.sort_unstable_by_key(|key| key.token_id());
+        let max = self.keys.iter().max()?.logit();
+        // min_p and top_k each keep a first part of one order, so that taking top_k first changes nothing but the cost.
+        let least = ((f64::from(shape.min_p) * ONE as f64).ceil() as u64).max(1);
+        let weigh = |&key: &Key| Candidate { key, weight: weight((key.logit() - max) / shape.temperature) };
+        self.candidates.clear();
+        self.candidates.extend(self.keys.iter().map(weigh).filter(|c| c.weight >= least));
+        if shape.top_p < 1.0 {
+            let share = (f64::from(shape.top_p) * 2f64.powi(32)).round() as u64;
+            let need = (u128::from(total(&self.candidates)) * u128::from(share)).div_ceil(1 << 32) as u64;
+            let last = self.nucleus_end(need);
+            self.candidates.retain(|c| c.key >= last);
+        }
+        Some(())
+    }
+
+    /// The key at which the weights, taken from the first key on, reach `need`, which is at most their sum; the first
+    /// key if `need` is 0. Linear: weights never rise along the keys, so their highest bits put the keys in rough
+    /// order, and only those around the end are bisected.
+    fn nucleus_end(&mut self, mut need: u64) -> Key {
+        let mut mass = [0; ONE.ilog2() as usize + 1];
+        for c in &self.candidates {
+            mass[c.weight.ilog2() as usize] += c.weight;
+        }
+        let mut class = ONE.ilog2();
+        while mass[class as usize] < need {
+            need -= mass[class as usize];
+            class -= 1;
+        }
+        self.border.clear();
+        self.border.extend(self.candidates.iter().filter(|c| c.weight.ilog2() == class));
+        let mut rest = &mut self.border[..];
+        while rest.len() > 1 {
+            let half = rest.len() / 2;
+            rest.select_nth_unstable_by(half, |a, b| b.key.cmp(&a.key));
+            let first = total(&rest[..half]);
+            if first >= need {
+                rest = &mut rest[..half];
+            } else {
+                need -= first;
+                rest = &mut rest[half..];
+            }
+        }
+        rest[0].key
+    }
 }
 
-/// What is left after temperature, `min_p`, `top_k` and `top_p`, in order of ids.
-fn candidates(logits: &[f32], shape: &Shape) -> Vec<Candidate> {
-    let mut keys = top_k(logits, shape.top_k.unwrap_or(logits.len()).min(logits.len()));
-    keys.sort_unstable_by_key(|key| key.token_id());
-    let Some(best) = keys.iter().max() else { return Vec::new() };
-    let max = best.logit();
-    // min_p and top_k each keep a first part of one order, so that taking top_k first changes nothing but the cost.
-    let least = ((f64::from(shape.min_p) * ONE as f64).ceil() as u64).max(1);
-    let mut kept: Vec<Candidate> = keys
-        .iter()
-        .map(|&key| Candidate { key, weight: weight((key.logit() - max) / shape.temperature) })
-        .filter(|c| c.weight >= least)
-        .collect();
-    if shape.top_p < 1.0 {
-        let total: u64 = kept.iter().map(|c| c.weight).sum();
-        let share = (f64::from(shape.top_p) * 2f64.powi(32)).round() as u64;
-        let need = (u128::from(total) * u128::from(share)).div_ceil(1 << 32) as u64;
-        let last = nucleus_end(kept.clone(), need);
-        kept.retain(|c| c.key >= last);
-    }
-    kept
+fn total(candidates: &[Candidate]) -> u64 {
+    candidates.iter().map(|c| c.weight).sum()
 }
 
-/// The key at which the weights, taken from the first key on, reach `need`, which is at most their sum; the first key
-/// if `need` is 0. Bisects by selection instead of sorting: linear.
-fn nucleus_end(mut rest: Vec<Candidate>, mut need: u64) -> Key {
-    loop {
-        if rest.len() == 1 {
-            return rest[0].key;
-        }
-        let half = rest.len() / 2;
-        rest.select_nth_unstable_by(half, |a, b| b.key.cmp(&a.key));
-        let first: u64 = rest[..half].iter().map(|c| c.weight).sum();
-        if first >= need {
-            rest.truncate(half);
-        } else {
-            need -= first;
-            rest.drain(..half);
-        }
-    }
+/// The upper 64 bits of the product.
+fn multiply_high(a: u64, b: u64) -> u64 {
+    ((u128::from(a) * u128::from(b)) >> 64) as u64
 }
 
 #[cfg(test)]
