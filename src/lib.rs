@@ -13,6 +13,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod weights;
 pub mod tokenizer;
+pub mod convert;
 pub mod sampling;
 pub mod stop;
 pub mod cpu;
