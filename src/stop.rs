@@ -141,7 +141,7 @@ impl StopMatcher {
     }
 
     /// What was still held back, when the text ends without a stop string.
-    pub fn finish(mut self) -> String {
+    pub fn finish(&mut self) -> String {
         self.take(self.held.len())
     }
 
