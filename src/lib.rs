@@ -16,7 +16,10 @@ pub mod tokenizer;
 pub mod convert;
 pub mod sampling;
 pub mod stop;
+pub mod kernels;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 pub mod engine;
 
 pub use error::{Error, Result};
