@@ -6,8 +6,10 @@
 mod gguf_keys;
 mod json_keys;
 
+use std::collections::BTreeMap;
+
 use crate::{
-    checkpoint::Checkpoint,
+    checkpoint::{Checkpoint, gguf::Value},
     error::{Error, Result},
 };
 
@@ -91,6 +93,11 @@ impl FlintConfig {
             Checkpoint::Gguf(gguf) => gguf_keys::read(gguf),
             Checkpoint::Safetensors(dir) => json_keys::read(&dir.path.join("config.json"), &dir.config),
         }
+    }
+
+    /// The `flint.*` keys of a GGUF that says the same. Errors: [`Error::Value`] for an order of layers that the keys cannot say.
+    pub fn to_gguf_metadata(&self) -> Result<BTreeMap<String, Value>> {
+        gguf_keys::write(self)
     }
 
     /// Checks every size and the relations between them. Errors name the field.

@@ -3,6 +3,7 @@
 
 mod bytes;
 pub mod gguf;
+pub mod gguf_writer;
 pub mod safetensors;
 
 use std::{
