@@ -125,7 +125,7 @@ fn a_folder_is_what_it_holds() {
     write("flint.gguf", &GgufFile::flint().bytes());
     assert!(matches!(open(dir.path()), Checkpoint::Gguf(_)));
     write("other.GGUF", &GgufFile::flint().bytes());
-    check("found 2 GGUF models (flint.gguf, other.GGUF, ...)");
+    check("found 2 GGUF models, flint.gguf and other.GGUF among them");
     write("model.safetensors", &shard("{}", &[]));
     assert!(matches!(open(dir.path()), Checkpoint::Safetensors(_)));
     fs::remove_file(dir.path().join("config.json")).unwrap();
