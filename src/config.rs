@@ -1,4 +1,15 @@
 //! What a Flint checkpoint says about itself: dimensions, the kind of each layer, rotary base.
+//!
+//! Both sources are read to the end: a key that this version does not know is refused by name when it could change the
+//! arithmetic, because engines that passed over such keys answered wrongly without a word.
+
+mod gguf_keys;
+mod json_keys;
+
+use crate::{
+    checkpoint::Checkpoint,
+    error::{Error, Result},
+};
 
 /// What the tokens of a layer attend to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,7 +23,7 @@ pub enum Attention {
 /// The feed-forward part of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mlp {
-    /// One SwiGLU of `dense_intermediate_size`.
+    /// One `SwiGLU` of `dense_intermediate_size`.
     Dense,
     /// Routed experts plus one shared expert.
     Moe,
@@ -44,7 +55,7 @@ pub struct FlintConfig {
     pub n_kv_heads: usize,
     /// Values a head; even.
     pub head_dim: usize,
-    /// Width of the SwiGLU of dense layers.
+    /// Width of the `SwiGLU` of dense layers.
     pub dense_intermediate_size: usize,
     /// E, routed experts of a MoE layer.
     pub n_experts: usize,
@@ -63,3 +74,100 @@ pub struct FlintConfig {
     /// One entry a layer.
     pub layers: Vec<LayerKind>,
 }
+
+/// Most layers that are accepted. Flint has 49.
+const MAX_LAYERS: usize = 4096;
+/// Most values that a dimension may have, so that a product of three fits 64 bits. The largest in Flint is its context,
+/// 262,144.
+const MAX_SIZE: usize = 1 << 20;
+/// Most tokens of a vocabulary, a context or a window.
+const MAX_TOKENS: usize = 1 << 24;
+
+impl FlintConfig {
+    /// Reads and validates the configuration of a checkpoint: `general.architecture` and `flint.*` of a GGUF, or
+    /// config.json as transformers and Recursive write it.
+    pub fn from_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
+        match checkpoint {
+            Checkpoint::Gguf(gguf) => gguf_keys::read(gguf),
+            Checkpoint::Safetensors(dir) => json_keys::read(&dir.path.join("config.json"), &dir.config),
+        }
+    }
+
+    /// Checks every size and the relations between them. Errors name the field.
+    pub fn validate(&self) -> Result<()> {
+        self.check(&FIELDS, |field, accepted, found| Error::value(field, found, accepted))
+    }
+
+    /// [`Self::validate`] with the names and the error of the source: `refuse(name, accepted, found)`.
+    fn check(&self, names: &Names, refuse: impl Fn(&str, String, String) -> Error) -> Result<()> {
+        for (name, value, most) in [
+            (names.hidden_size, self.hidden_size, MAX_SIZE),
+            (names.vocab_size, self.vocab_size, MAX_TOKENS),
+            (names.context_length, self.context_length, MAX_TOKENS),
+            (names.n_heads, self.n_heads, MAX_SIZE),
+            (names.n_kv_heads, self.n_kv_heads, MAX_SIZE),
+            (names.head_dim, self.head_dim, MAX_SIZE),
+            (names.dense_intermediate_size, self.dense_intermediate_size, MAX_SIZE),
+            (names.n_experts, self.n_experts, MAX_SIZE),
+            (names.n_experts_per_token, self.n_experts_per_token, self.n_experts),
+            (names.expert_intermediate_size, self.expert_intermediate_size, MAX_SIZE),
+            (names.shared_intermediate_size, self.shared_intermediate_size, MAX_SIZE),
+            (names.sliding_window, self.sliding_window, MAX_TOKENS),
+            (names.layers, self.layers.len(), MAX_LAYERS),
+        ] {
+            if !(1..=most).contains(&value) {
+                return Err(refuse(name, format!("1 to {most}"), value.to_string()));
+            }
+        }
+        if self.n_heads % self.n_kv_heads != 0 {
+            let accepted = format!("a divisor of {}, {}", names.n_heads, self.n_heads);
+            return Err(refuse(names.n_kv_heads, accepted, self.n_kv_heads.to_string()));
+        }
+        if self.head_dim % 2 != 0 {
+            return Err(refuse(names.head_dim, "an even number".into(), self.head_dim.to_string()));
+        }
+        for (name, value) in [(names.rms_norm_eps, self.rms_norm_eps), (names.rope_theta, self.rope_theta)] {
+            if !(value.is_finite() && value > 0.0) {
+                return Err(refuse(name, "a finite number above 0 in single precision".into(), value.to_string()));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// How a source calls the fields.
+struct Names {
+    hidden_size: &'static str,
+    vocab_size: &'static str,
+    context_length: &'static str,
+    n_heads: &'static str,
+    n_kv_heads: &'static str,
+    head_dim: &'static str,
+    dense_intermediate_size: &'static str,
+    n_experts: &'static str,
+    n_experts_per_token: &'static str,
+    expert_intermediate_size: &'static str,
+    shared_intermediate_size: &'static str,
+    sliding_window: &'static str,
+    rms_norm_eps: &'static str,
+    rope_theta: &'static str,
+    layers: &'static str,
+}
+
+const FIELDS: Names = Names {
+    hidden_size: "hidden_size",
+    vocab_size: "vocab_size",
+    context_length: "context_length",
+    n_heads: "n_heads",
+    n_kv_heads: "n_kv_heads",
+    head_dim: "head_dim",
+    dense_intermediate_size: "dense_intermediate_size",
+    n_experts: "n_experts",
+    n_experts_per_token: "n_experts_per_token",
+    expert_intermediate_size: "expert_intermediate_size",
+    shared_intermediate_size: "shared_intermediate_size",
+    sliding_window: "sliding_window",
+    rms_norm_eps: "rms_norm_eps",
+    rope_theta: "rope_theta",
+    layers: "layers",
+};

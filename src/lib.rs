@@ -16,5 +16,6 @@ pub mod tokenizer;
 pub mod sampling;
 pub mod stop;
 pub mod cpu;
+pub mod engine;
 
 pub use error::{Error, Result};

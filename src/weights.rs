@@ -1,38 +1,32 @@
 //! The weights of a Flint, bound by name from a checkpoint with type and shape checked: the whole list that the model
 //! needs, and nothing else. Backends read these and never a file.
 
-use crate::{checkpoint::Bytes, config::FlintConfig};
+mod gguf;
+mod list;
+mod matrix;
+mod safetensors;
+mod source;
+mod synthetic;
+mod table;
 
-/// A matrix of `rows` outputs by `cols` inputs, stored row after row.
-#[derive(Clone, Debug)]
-pub struct Matrix {
-    /// Outputs.
-    pub rows: usize,
-    /// Inputs.
-    pub cols: usize,
-    /// The elements.
-    pub data: MatrixData,
-}
+use std::collections::BTreeMap;
 
-/// The elements of a [`Matrix`], as the file stores them. Nothing is aligned beyond one byte.
-#[derive(Clone, Debug)]
-pub enum MatrixData {
-    /// `rows * cols` little-endian singles.
-    F32(Bytes),
-    /// `rows * cols` halves.
-    F16(Bytes),
-    /// `rows * cols` bfloat16 values.
-    Bf16(Bytes),
-    /// `rows * cols / 32` blocks of 34 bytes.
-    Q8_0(Bytes),
-    /// `rows * cols / 64` blocks of 36 bytes in GGUF order; a value is code * block scale * `scale`.
-    Nvfp4 {
-        /// The blocks, see [`crate::nvfp4`].
-        blocks: Bytes,
-        /// The companion `.scale` of the tensor or expert; 1 when the file has none.
-        scale: f32,
-    },
-}
+use rayon::prelude::*;
+
+pub use self::matrix::{Matrix, MatrixData};
+pub(crate) use self::{
+    list::{Shape, Spec},
+    source::Source,
+};
+use crate::{
+    cancel::Cancel,
+    checkpoint::Checkpoint,
+    config::{FlintConfig, Mlp},
+    error::Result,
+};
+
+/// Bytes checked between two reports of progress.
+const BATCH_BYTES: usize = 64 << 20;
 
 /// down(silu(gate(x)) * up(x)).
 #[derive(Clone, Debug)]
@@ -99,4 +93,150 @@ pub struct Weights {
     pub final_norm: Vec<f32>,
     /// `[V, D]`.
     pub lm_head: Matrix,
+}
+
+/// What a [`Spec`] was found to be.
+#[derive(Clone, Debug)]
+pub(crate) enum Item {
+    /// Read already.
+    Vector(Vec<f32>),
+    /// One, or one an expert; still in the file.
+    Matrices(Vec<Source>),
+}
+
+/// Finds every tensor of a Flint in `checkpoint`, by name, with type and shape checked, and refuses any other. Reads
+/// vectors and scales, and no matrix.
+pub(crate) fn resolve(checkpoint: &Checkpoint, config: &FlintConfig) -> Result<Vec<(Spec, Item)>> {
+    let specs = list::list(config);
+    let items = match checkpoint {
+        Checkpoint::Gguf(gguf) => gguf::resolve(gguf, &specs)?,
+        Checkpoint::Safetensors(dir) => safetensors::resolve(dir, &specs)?,
+    };
+    Ok(specs.into_iter().zip(items).collect())
+}
+
+impl Weights {
+    /// Binds every tensor of `checkpoint`. NVFP4 weights are read whole: a scale byte that NVIDIA's format cannot hold
+    /// is refused, and `ModelOpt`'s order is repacked to GGUF's in memory of our own. All other matrices stay in the mapped file.
+    ///
+    /// `progress` gets (bytes checked, bytes in all), from the calling thread.
+    ///
+    /// Errors: [`crate::Error::Format`] naming the tensor that is missing, unknown, or of a wrong type, shape or value;
+    /// [`crate::Error::Cancelled`].
+    pub fn bind(
+        checkpoint: &Checkpoint,
+        config: FlintConfig,
+        progress: &mut dyn FnMut(u64, u64),
+        cancel: &Cancel,
+    ) -> Result<Self> {
+        let mut parts = Parts::default();
+        let mut sources = Vec::new();
+        for (spec, item) in resolve(checkpoint, &config)? {
+            match item {
+                Item::Vector(values) => _ = parts.vectors.insert(spec.gguf, values),
+                Item::Matrices(all) => sources.extend(all.into_iter().map(|source| (spec.gguf.clone(), source))),
+            }
+        }
+        let total = sources.iter().map(|(_, source)| source.load_bytes() as u64).sum();
+        let mut done = 0;
+        progress(done, total);
+        while !sources.is_empty() {
+            let mut bytes = 0;
+            let batch = sources.iter().take_while(|(_, source)| {
+                let room = bytes < BATCH_BYTES;
+                bytes += source.load_bytes();
+                room
+            });
+            let rest = sources.split_off(batch.count());
+            let loaded: Vec<_> = sources.par_iter().map(|(_, source)| source.load(cancel)).collect::<Result<_>>()?;
+            done += sources.iter().map(|(_, source)| source.load_bytes() as u64).sum::<u64>();
+            for ((name, _), matrix) in sources.into_iter().zip(loaded) {
+                parts.matrices.entry(name).or_default().push(matrix);
+            }
+            progress(done, total);
+            sources = rest;
+        }
+        Ok(parts.assemble(config))
+    }
+
+    /// Bytes of all weights as stored.
+    pub fn bytes(&self) -> usize {
+        let swiglu = |w: &SwiGlu| [&w.gate, &w.up, &w.down].iter().map(|m| m.data.bytes().len()).sum::<usize>();
+        let layer = |layer: &LayerWeights| {
+            let vectors = [&layer.attn_norm, &layer.q_norm, &layer.k_norm, &layer.sinks, &layer.mlp_norm];
+            let attention = [&layer.q, &layer.k, &layer.v, &layer.o];
+            let mlp = match &layer.mlp {
+                MlpWeights::Dense(dense) => swiglu(dense),
+                MlpWeights::Moe { router, experts, shared } => {
+                    router.data.bytes().len() + experts.iter().map(swiglu).sum::<usize>() + swiglu(shared)
+                }
+            };
+            mlp + vectors.iter().map(|v| size_of_val(v.as_slice())).sum::<usize>()
+                + attention.iter().map(|m| m.data.bytes().len()).sum::<usize>()
+        };
+        self.embedding.data.bytes().len()
+            + self.lm_head.data.bytes().len()
+            + size_of_val(self.final_norm.as_slice())
+            + self.layers.iter().map(layer).sum::<usize>()
+    }
+}
+
+/// Loaded tensors by their GGUF names: everything that [`list::list`] names.
+#[derive(Default)]
+struct Parts {
+    vectors: BTreeMap<String, Vec<f32>>,
+    matrices: BTreeMap<String, Vec<Matrix>>,
+}
+
+impl Parts {
+    fn assemble(mut self, config: FlintConfig) -> Weights {
+        let embedding = self.matrix("token_embd");
+        let layers = config.layers.iter().enumerate().map(|(n, layer)| self.layer(n, layer.mlp)).collect();
+        Weights { embedding, layers, final_norm: self.vector("output_norm"), lm_head: self.matrix("output"), config }
+    }
+
+    fn layer(&mut self, n: usize, mlp: Mlp) -> LayerWeights {
+        let name = |part: &str| format!("blk.{n}.{part}");
+        LayerWeights {
+            attn_norm: self.vector(&name("attn_norm")),
+            q: self.matrix(&name("attn_q")),
+            k: self.matrix(&name("attn_k")),
+            v: self.matrix(&name("attn_v")),
+            o: self.matrix(&name("attn_output")),
+            q_norm: self.vector(&name("attn_q_norm")),
+            k_norm: self.vector(&name("attn_k_norm")),
+            sinks: self.vector(&name("attn_sinks")),
+            mlp_norm: self.vector(&name("ffn_norm")),
+            mlp: match mlp {
+                Mlp::Dense => MlpWeights::Dense(self.swiglu(n, "")),
+                Mlp::Moe => MlpWeights::Moe {
+                    router: self.matrix(&name("ffn_gate_inp")),
+                    experts: self.swiglus(n, "_exps"),
+                    shared: self.swiglu(n, "_shexp"),
+                },
+            },
+        }
+    }
+
+    fn swiglu(&mut self, n: usize, suffix: &str) -> SwiGlu {
+        self.swiglus(n, suffix).pop().expect("one matrix of each name")
+    }
+
+    fn swiglus(&mut self, n: usize, suffix: &str) -> Vec<SwiGlu> {
+        let [gate, up, down] = ["gate", "up", "down"].map(|part| self.take(&format!("blk.{n}.ffn_{part}{suffix}")));
+        let parts = gate.into_iter().zip(up).zip(down);
+        parts.map(|((gate, up), down)| SwiGlu { gate, up, down }).collect()
+    }
+
+    fn matrix(&mut self, name: &str) -> Matrix {
+        self.take(name).pop().expect("one matrix of this name")
+    }
+
+    fn take(&mut self, name: &str) -> Vec<Matrix> {
+        self.matrices.remove(&format!("{name}.weight")).expect("every listed tensor was loaded")
+    }
+
+    fn vector(&mut self, name: &str) -> Vec<f32> {
+        self.vectors.remove(&format!("{name}.weight")).expect("every listed tensor was loaded")
+    }
 }

@@ -1,20 +1,19 @@
 //! Checkpoint files as a checked table of named tensors. Trusts no byte: every length, offset, shape and type is
 //! checked here, once; rooms after this one may rely on [`Tensor::data`] having exactly the bytes its shape needs.
 
+mod bytes;
 pub mod gguf;
 pub mod safetensors;
 
 use std::{
     fmt,
-    ops::Deref,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use memmap2::Mmap;
-
+pub use self::bytes::Bytes;
 use self::{gguf::Gguf, safetensors::SafetensorsDir};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// How a tensor's elements are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -26,13 +25,13 @@ pub enum DType {
     F16,
     /// Upper half of an IEEE single.
     Bf16,
-    /// ggml Q8_0: blocks of 32 values, one F16 scale then 32 signed bytes.
+    /// ggml `Q8_0`: blocks of 32 values, one F16 scale then 32 signed bytes.
     Q8_0,
     /// ggml NVFP4 (type 40): blocks of 64 values in 36 bytes, see [`crate::nvfp4`].
     Nvfp4,
-    /// Bytes; in ModelOpt exports, two e2m1 codes each, the low nibble first.
+    /// Bytes; in `ModelOpt` exports, two e2m1 codes each, the low nibble first.
     U8,
-    /// One e4m3 value a byte (safetensors `F8_E4M3`); in ModelOpt exports, the block scales.
+    /// One e4m3 value a byte (safetensors `F8_E4M3`); in `ModelOpt` exports, the block scales.
     F8E4m3,
 }
 
@@ -57,6 +56,17 @@ impl DType {
         }
     }
 
+    /// Bytes of a row-major tensor of `shape`; `None` when its last dimension is no multiple of the block or the size
+    /// overflows. No dimension at all is one value.
+    pub fn bytes_of(self, shape: &[usize]) -> Option<usize> {
+        let row = shape.last().copied().unwrap_or(1);
+        if row % self.block_len() != 0 {
+            return None;
+        }
+        let values = shape.iter().try_fold(1_usize, |product, &dim| product.checked_mul(dim))?;
+        (values / self.block_len()).checked_mul(self.block_bytes())
+    }
+
     /// The field's name for it.
     pub const fn name(self) -> &'static str {
         match self {
@@ -74,58 +84,6 @@ impl DType {
 impl fmt::Display for DType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
-    }
-}
-
-/// A range of bytes that keeps its owner alive: part of a mapped file, or memory of our own.
-#[derive(Clone)]
-pub struct Bytes {
-    owner: Owner,
-    start: usize,
-    len: usize,
-}
-
-#[derive(Clone)]
-enum Owner {
-    Map(Arc<Mmap>),
-    Heap(Arc<[u8]>),
-}
-
-impl Bytes {
-    /// The bytes `start .. start + len` of a mapped file; `None` when they are not all inside it.
-    pub fn map(map: &Arc<Mmap>, start: usize, len: usize) -> Option<Self> {
-        let end = start.checked_add(len)?;
-        (end <= map.len()).then(|| Self { owner: Owner::Map(Arc::clone(map)), start, len })
-    }
-
-    /// The bytes `start .. start + len` of this range; `None` when they are not all inside it.
-    pub fn slice(&self, start: usize, len: usize) -> Option<Self> {
-        let end = start.checked_add(len)?;
-        (end <= self.len).then(|| Self { owner: self.owner.clone(), start: self.start + start, len })
-    }
-}
-
-impl From<Vec<u8>> for Bytes {
-    fn from(bytes: Vec<u8>) -> Self {
-        Self { start: 0, len: bytes.len(), owner: Owner::Heap(bytes.into()) }
-    }
-}
-
-impl Deref for Bytes {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        let all: &[u8] = match &self.owner {
-            Owner::Map(map) => map,
-            Owner::Heap(heap) => heap,
-        };
-        &all[self.start..self.start + self.len]
-    }
-}
-
-impl fmt::Debug for Bytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Bytes({})", self.len)
     }
 }
 
@@ -154,9 +112,74 @@ pub enum Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens a `.gguf` file, a folder with a config.json, or a folder that holds one GGUF. Reads headers only.
+    /// Opens a `.gguf` file (the first one of a split set), a folder with a config.json and safetensors, or a folder
+    /// that holds one GGUF. Reads headers only. A folder with both kinds is read as safetensors.
     pub fn open(path: &Path) -> Result<Self> {
-        let _ = path;
-        unimplemented!()
+        let refuse = |found: String| {
+            let expected = "a .gguf file, a folder with config.json and safetensors, or a folder with one GGUF";
+            Err(Error::format(path, "checkpoint", expected, found))
+        };
+        if !path.metadata().map_err(Error::io(path))?.is_dir() {
+            return match extension(path).as_str() {
+                "gguf" => Gguf::open(path).map(Self::Gguf),
+                "safetensors" => refuse("a single .safetensors file; give the folder that holds it".into()),
+                other => refuse(format!("a file whose extension is {other:?}")),
+            };
+        }
+        let files = files_of(path)?;
+        let has_config = files.iter().any(|file| file == "config.json");
+        let has_safetensors = files.iter().any(|file| file.contains(".safetensors"));
+        if has_config && has_safetensors {
+            return SafetensorsDir::open(path).map(Self::Safetensors);
+        }
+        // A split set counts once, by its first part.
+        let later_part = |file: &str| ShardName::parse(file, ".gguf").is_some_and(|name| name.number != 1);
+        let ggufs: Vec<_> =
+            files.iter().filter(|file| extension(Path::new(file)) == "gguf" && !later_part(file)).collect();
+        match ggufs.as_slice() {
+            [one] => Gguf::open(&path.join(one)).map(Self::Gguf),
+            [] if has_safetensors => refuse("safetensors without a config.json".into()),
+            [] if has_config => refuse("a config.json without safetensors or GGUF".into()),
+            [] => refuse(format!("a folder of {} files, none of them a GGUF or config.json", files.len())),
+            several => refuse(format!("{} GGUF models ({}, {}, ...)", several.len(), several[0], several[1])),
+        }
+    }
+}
+
+/// The lower-case extension of `path`; empty without one.
+fn extension(path: &Path) -> String {
+    path.extension().unwrap_or_default().to_string_lossy().to_lowercase()
+}
+
+/// The names of the entries of a folder, sorted. Names that are not UTF-8 belong to no checkpoint.
+fn files_of(folder: &Path) -> Result<Vec<String>> {
+    let mut files = Vec::new();
+    for entry in folder.read_dir().map_err(Error::io(folder))? {
+        files.extend(entry.map_err(Error::io(folder))?.file_name().into_string().ok());
+    }
+    files.sort_unstable();
+    Ok(files)
+}
+
+/// A name such as `flint-00002-of-00003.gguf`, which both kinds of checkpoint use for the parts of a model.
+#[derive(Debug, PartialEq, Eq)]
+struct ShardName<'a> {
+    stem: &'a str,
+    /// From 1.
+    number: u64,
+    count: u64,
+}
+
+impl<'a> ShardName<'a> {
+    fn parse(file: &'a str, suffix: &str) -> Option<Self> {
+        let (rest, count) = file.strip_suffix(suffix)?.rsplit_once("-of-")?;
+        let (stem, number) = rest.rsplit_once('-')?;
+        let five_digits =
+            |text: &str| (text.len() == 5 && text.bytes().all(|b| b.is_ascii_digit())).then(|| text.parse().ok());
+        Some(Self { stem, number: five_digits(number)??, count: five_digits(count)?? })
+    }
+
+    fn file(&self, number: u64, suffix: &str) -> String {
+        format!("{}-{number:05}-of-{:05}{suffix}", self.stem, self.count)
     }
 }

@@ -1,14 +1,27 @@
 //! The CPU backend. `reference` is the specification, plain loops that every kernel is tested against; `fast` gives the
 //! same results up to the order of additions, on all cores.
 
+pub mod reference;
+mod kv;
+mod rope;
+mod rows;
+
+pub use kv::Kv;
+pub use rope::{Rope, RopeTable};
+
 use std::sync::Arc;
+
+use half::bf16;
 
 use crate::{
     cancel::Cancel,
     config::FlintConfig,
-    error::Result,
+    error::{Error, Result},
     weights::Weights,
 };
+
+/// Most tokens of a forward pass that are processed together.
+const BLOCK_TOKENS: usize = 512;
 
 /// How activations, residual stream and KV cache are kept between operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,6 +30,16 @@ pub enum Precision {
     Float32,
     /// Rounded to BF16 where Flint's own implementation rounds.
     Bfloat16,
+}
+
+impl Precision {
+    /// `x` as it is kept: to the nearest BF16, ties to even, or unchanged.
+    pub fn round(self, x: f32) -> f32 {
+        match self {
+            Self::Float32 => x,
+            Self::Bfloat16 => bf16::from_f32(x).to_f32(),
+        }
+    }
 }
 
 /// Which code computes.
@@ -50,38 +73,21 @@ pub struct Options {
     pub threads: Option<usize>,
 }
 
-/// The KV cache of one sequence.
-pub struct Kv {
-    len: usize,
-}
-
-impl Kv {
-    /// Tokens whose keys and values are stored.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether nothing is stored.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Bytes held now.
-    pub fn bytes(&self) -> usize {
-        unimplemented!()
-    }
-}
-
 /// A Flint ready to run on the CPU. Shared by threads; each sequence brings its own [`Kv`].
 pub struct CpuModel {
     weights: Arc<Weights>,
+    precision: Precision,
+    rope: Rope,
 }
 
 impl CpuModel {
-    /// Prepares to run `weights`: rejects zero threads, starts the thread pool, computes rotary tables.
+    /// Prepares to run `weights`: rejects zero threads, starts the thread pool, computes rotary frequencies.
     pub fn new(weights: Arc<Weights>, options: Options) -> Result<Self> {
-        let _ = options;
-        Ok(Self { weights })
+        if options.threads == Some(0) {
+            return Err(Error::value("threads", "0", "1 or more"));
+        }
+        let rope = Rope::new(&weights.config);
+        Ok(Self { weights, precision: options.precision, rope })
     }
 
     /// The dimensions.
@@ -89,23 +95,72 @@ impl CpuModel {
         &self.weights.config
     }
 
+    /// The weights it runs.
+    pub fn weights(&self) -> &Weights {
+        &self.weights
+    }
+
+    /// Bytes that the KV cache of a sequence of `tokens` positions fills.
+    pub fn kv_bytes_at(&self, tokens: usize) -> usize {
+        kv::bytes_at(self.config(), self.precision, tokens)
+    }
+
     /// An empty KV cache.
     pub fn new_kv(&self) -> Kv {
-        unimplemented!()
+        Kv::new(self.config(), self.precision)
     }
 
     /// Bytes of workspace that a `forward` holds beside mapped weights and KV, at most.
     pub fn workspace_bytes(&self) -> usize {
-        unimplemented!()
+        0
     }
 
     /// Appends `tokens` to the sequence in `kv` and returns logits, `[rows, V]` in fp32, where `rows` is 0, 1 or
     /// `tokens.len()` by `positions`. Long input is processed in blocks. After an error, `kv` is as it was before the call.
     ///
-    /// Errors: [`crate::Error::Value`] for no tokens, an id outside the vocabulary, or more than `context_length` positions;
-    /// [`crate::Error::Cancelled`].
+    /// Errors: [`Error::Value`] for no tokens, an id outside the vocabulary, more than `context_length` positions, or a
+    /// `kv` made by a model of other dimensions or precision; [`Error::Cancelled`].
     pub fn forward(&self, kv: &mut Kv, tokens: &[u32], positions: Positions, cancel: &Cancel) -> Result<Vec<f32>> {
-        let _ = (kv, tokens, positions, cancel);
-        unimplemented!()
+        self.check(kv, tokens)?;
+        let checkpoint = kv.checkpoint(tokens.len());
+        let result = self.forward_blocks(kv, tokens, positions, cancel);
+        if result.is_err() {
+            kv.restore(checkpoint);
+        }
+        result
+    }
+
+    fn forward_blocks(&self, kv: &mut Kv, tokens: &[u32], positions: Positions, cancel: &Cancel) -> Result<Vec<f32>> {
+        let mut logits = Vec::new();
+        let blocks = tokens.len().div_ceil(BLOCK_TOKENS);
+        for (i, block) in tokens.chunks(BLOCK_TOKENS).enumerate() {
+            let positions = match positions {
+                Positions::Last if i + 1 < blocks => Positions::None,
+                positions => positions,
+            };
+            let weights = &self.weights;
+            logits.extend(reference::forward_block(weights, &self.rope, self.precision, kv, block, positions, cancel)?);
+            kv.len += block.len();
+        }
+        Ok(logits)
+    }
+
+    fn check(&self, kv: &Kv, tokens: &[u32]) -> Result<()> {
+        let config = self.config();
+        if !kv.fits(config, self.precision) {
+            return Err(Error::value("kv", "a cache of another model", "a cache from this model's new_kv"));
+        }
+        if tokens.is_empty() {
+            return Err(Error::value("tokens", "none", "one or more token ids"));
+        }
+        if let Some(token) = tokens.iter().find(|&&token| token as usize >= config.vocab_size) {
+            return Err(Error::value("tokens", token.to_string(), format!("ids below {}", config.vocab_size)));
+        }
+        let end = kv.len() + tokens.len();
+        if end > config.context_length {
+            let found = format!("{end} positions");
+            return Err(Error::value("tokens", found, format!("at most {} in the context", config.context_length)));
+        }
+        Ok(())
     }
 }

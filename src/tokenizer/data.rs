@@ -102,11 +102,7 @@ impl TokenizerData {
     /// that is missing or wrong.
     pub fn from_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
         match checkpoint {
-            Checkpoint::Gguf(gguf) => {
-                let first = gguf.tensors.values().next();
-                let file = first.map_or(Path::new("GGUF"), |tensor| tensor.file.as_path());
-                Self::from_gguf_metadata(file, &gguf.metadata)
-            }
+            Checkpoint::Gguf(gguf) => Self::from_gguf_metadata(&gguf.path, &gguf.metadata),
             Checkpoint::Safetensors(dir) => Self::from_folder(&dir.path, &dir.config),
         }
     }

@@ -1,18 +1,21 @@
 //! Ids to text, one at a time.
 
+use std::ops::Deref;
+
 use super::{TokenKind, Tokenizer};
 use crate::error::{Error, Result};
 
 /// Incremental decoding: the pieces joined are [`Tokenizer::decode`] of all ids. Holds back at most three bytes: the
-/// start of a UTF-8 sequence that may still become a character.
-pub struct Decoder<'a> {
-    tokenizer: &'a Tokenizer,
+/// start of a UTF-8 sequence that may still become a character. `T` is a reference to the tokenizer, borrowed or shared.
+pub struct Decoder<T> {
+    tokenizer: T,
     skip_control: bool,
     pending: Vec<u8>,
 }
 
-impl<'a> Decoder<'a> {
-    pub(super) fn new(tokenizer: &'a Tokenizer, skip_control: bool) -> Self {
+impl<T: Deref<Target = Tokenizer>> Decoder<T> {
+    /// Starts with no id seen; control tokens are left out or spelled.
+    pub fn new(tokenizer: T, skip_control: bool) -> Self {
         Self { tokenizer, skip_control, pending: Vec::new() }
     }
 
@@ -32,9 +35,9 @@ impl<'a> Decoder<'a> {
         Ok(text)
     }
 
-    /// What was still held back: one U+FFFD if a sequence stayed incomplete.
-    pub fn finish(self) -> String {
-        String::from_utf8_lossy(&self.pending).into_owned()
+    /// Ends the text: what was still held back, one U+FFFD if a sequence stayed incomplete.
+    pub fn finish(&mut self) -> String {
+        String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned()
     }
 }
 

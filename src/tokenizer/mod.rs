@@ -162,7 +162,7 @@ impl Tokenizer {
 
     /// Decodes one id at a time; leaves control tokens out if `skip_control`, else spells them. User-defined tokens
     /// are always spelled.
-    pub fn decoder(&self, skip_control: bool) -> Decoder<'_> {
+    pub fn decoder(&self, skip_control: bool) -> Decoder<&Self> {
         Decoder::new(self, skip_control)
     }
 
