@@ -59,6 +59,7 @@ pub(super) fn read(file: &Path, metadata: &Metadata) -> Result<TokenizerData> {
         merges.push((left.to_owned(), right.to_owned()));
     }
     let mut ends = Vec::new();
+    let eos = metadata.get(EOS).map(|value| keys.id(EOS, value)).transpose()?;
     for key in [EOS, EOT, EOM] {
         if let Some(value) = metadata.get(key) {
             ends.push((key.to_owned(), keys.id(key, value)?));
@@ -85,7 +86,7 @@ pub(super) fn read(file: &Path, metadata: &Metadata) -> Result<TokenizerData> {
         chat_template,
     }
     .checked(&Keys { tokens: TOKENS, merges: MERGES })?
-    .with_end_tokens(&ends)
+    .with_end_tokens(&ends, eos)
 }
 
 /// The keys that say what `data` says. Beside the first end token, the role markers that end a turn go into the keys

@@ -1,6 +1,9 @@
 //! A small Flint tokenizer, trained in the test with the `tokenizers` library's own trainer.
 
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use flint_rs::{Result, tokenizer::TokenizerData};
 use serde_json::{Value, json};
@@ -62,6 +65,10 @@ impl Folder {
         let folder = Self { dir: tempfile::tempdir().unwrap() };
         tokenizer.save(folder.file("tokenizer.json"), false).unwrap();
         folder
+    }
+
+    pub fn path(&self) -> &Path {
+        self.dir.path()
     }
 
     pub fn file(&self, name: &str) -> PathBuf {
