@@ -157,9 +157,13 @@ fn text_that_the_vocabulary_cannot_spell_is_refused() {
     }
 }
 
+type Change = fn(&mut Metadata);
+
 #[test]
 fn wrong_metadata_is_refused_by_key() {
-    type Change = fn(&mut Metadata);
+    fn set(metadata: &mut Metadata, key: &str, value: Value) {
+        metadata.insert(key.to_owned(), value);
+    }
     fn array<'a>(metadata: &'a mut Metadata, key: &str) -> &'a mut Vec<Value> {
         match metadata.get_mut(&format!("tokenizer.ggml.{key}")) {
             Some(Value::Array(values)) => values,
@@ -168,17 +172,17 @@ fn wrong_metadata_is_refused_by_key() {
     }
     let cases: &[(&str, Change)] = &[
         ("tokenizer.ggml.model", |m| _ = m.remove("tokenizer.ggml.model")),
-        ("tokenizer.ggml.model", |m| _ = m.insert("tokenizer.ggml.model".into(), text("llama"))),
-        ("tokenizer.ggml.model", |m| _ = m.insert("tokenizer.ggml.model".into(), Value::Unsigned(2))),
+        ("tokenizer.ggml.model", |m| set(m, "tokenizer.ggml.model", text("llama"))),
+        ("tokenizer.ggml.model", |m| set(m, "tokenizer.ggml.model", Value::Unsigned(2))),
         ("tokenizer.ggml.pre", |m| _ = m.remove("tokenizer.ggml.pre")),
-        ("tokenizer.ggml.pre", |m| _ = m.insert("tokenizer.ggml.pre".into(), text("gpt-2"))),
+        ("tokenizer.ggml.pre", |m| set(m, "tokenizer.ggml.pre", text("gpt-2"))),
         ("tokenizer.ggml.tokens", |m| _ = m.remove("tokenizer.ggml.tokens")),
-        ("tokenizer.ggml.tokens", |m| _ = m.insert("tokenizer.ggml.tokens".into(), text("a b"))),
+        ("tokenizer.ggml.tokens", |m| set(m, "tokenizer.ggml.tokens", text("a b"))),
         ("tokenizer.ggml.tokens[3]", |m| array(m, "tokens")[3] = Value::Unsigned(3)),
         ("tokenizer.ggml.tokens[3]", |m| array(m, "tokens")[3] = text("")),
         ("tokenizer.ggml.tokens[9]", |m| array(m, "tokens")[9] = text("!")),
         ("tokenizer.ggml.token_type", |m| _ = m.remove("tokenizer.ggml.token_type")),
-        ("tokenizer.ggml.token_type", |m| _ = m.insert("tokenizer.ggml.token_type".into(), Value::Bool(true))),
+        ("tokenizer.ggml.token_type", |m| set(m, "tokenizer.ggml.token_type", Value::Bool(true))),
         ("tokenizer.ggml.token_type", |m| _ = array(m, "token_type").pop()),
         ("tokenizer.ggml.token_type", |m| _ = array(m, "tokens").pop()),
         ("tokenizer.ggml.token_type[4]", |m| array(m, "token_type")[4] = Value::Signed(0)),
@@ -186,7 +190,7 @@ fn wrong_metadata_is_refused_by_key() {
         ("tokenizer.ggml.token_type[4]", |m| array(m, "token_type")[4] = Value::Signed(6)),
         ("tokenizer.ggml.token_type[4]", |m| array(m, "token_type")[4] = Value::Float(1.0)),
         ("tokenizer.ggml.merges", |m| _ = m.remove("tokenizer.ggml.merges")),
-        ("tokenizer.ggml.merges", |m| _ = m.insert("tokenizer.ggml.merges".into(), Value::Float(0.5))),
+        ("tokenizer.ggml.merges", |m| set(m, "tokenizer.ggml.merges", Value::Float(0.5))),
         ("tokenizer.ggml.merges[1]", |m| array(m, "merges")[1] = Value::Bool(false)),
         ("tokenizer.ggml.merges[1]", |m| array(m, "merges")[1] = text("ab")),
         ("tokenizer.ggml.merges[1]", |m| array(m, "merges")[1] = text("a b c")),
@@ -195,18 +199,14 @@ fn wrong_metadata_is_refused_by_key() {
         ("tokenizer.ggml.merges[1]", |m| array(m, "merges")[1] = text("a nonsense")),
         // Both are tokens, but what they make is not.
         ("tokenizer.ggml.merges[1]", |m| array(m, "merges")[1] = text("~ ~")),
-        ("tokenizer.ggml.eos_token_id", |m| {
-            _ = m.insert("tokenizer.ggml.eos_token_id".into(), Value::Unsigned(1 << 40))
-        }),
-        ("tokenizer.ggml.eot_token_id", |m| _ = m.insert("tokenizer.ggml.eot_token_id".into(), Value::Signed(-1))),
-        ("tokenizer.ggml.eom_token_id", |m| {
-            _ = m.insert("tokenizer.ggml.eom_token_id".into(), Value::Unsigned(100_000))
-        }),
-        ("tokenizer.ggml.eog_token_ids", |m| _ = m.insert("tokenizer.ggml.eog_token_ids".into(), Value::Unsigned(1))),
+        ("tokenizer.ggml.eos_token_id", |m| set(m, "tokenizer.ggml.eos_token_id", Value::Unsigned(1 << 40))),
+        ("tokenizer.ggml.eot_token_id", |m| set(m, "tokenizer.ggml.eot_token_id", Value::Signed(-1))),
+        ("tokenizer.ggml.eom_token_id", |m| set(m, "tokenizer.ggml.eom_token_id", Value::Unsigned(100_000))),
+        ("tokenizer.ggml.eog_token_ids", |m| set(m, "tokenizer.ggml.eog_token_ids", Value::Unsigned(1))),
         ("tokenizer.ggml.eog_token_ids[1]", |m| {
-            _ = m.insert("tokenizer.ggml.eog_token_ids".into(), Value::Array(vec![Value::Unsigned(1), text("2")]))
+            set(m, "tokenizer.ggml.eog_token_ids", Value::Array(vec![Value::Unsigned(1), text("2")]));
         }),
-        ("tokenizer.chat_template", |m| _ = m.insert("tokenizer.chat_template".into(), Value::Array(vec![]))),
+        ("tokenizer.chat_template", |m| set(m, "tokenizer.chat_template", Value::Array(vec![]))),
     ];
     for (name, change) in cases {
         let mut metadata = metadata();
@@ -294,6 +294,8 @@ fn the_files_beside_tokenizer_json_give_end_tokens_and_template() {
     assert!(matches!(open(json!({})), Err(Error::Unavailable { .. })));
 }
 
+type JsonChange = fn(&mut serde_json::Value);
+
 #[test]
 fn another_tokenizer_json_is_refused_by_part() {
     let original = FOLDER.json("tokenizer.json");
@@ -303,8 +305,7 @@ fn another_tokenizer_json_is_refused_by_part() {
         folder.data()
     };
     let tokens = SPECIAL.len() + TAGS.len();
-    type Change = fn(&mut serde_json::Value);
-    let cases: &[(&str, Change)] = &[
+    let cases: &[(&str, JsonChange)] = &[
         ("JSON", |j| *j = json!([])),
         ("JSON", |j| _ = j.as_object_mut().unwrap().remove("model")),
         ("JSON", |j| j["model"]["vocab"]["a"] = json!(-1)),

@@ -52,9 +52,13 @@ pub(super) fn read(file: &Path, metadata: &Metadata) -> Result<TokenizerData> {
     }
     let mut merges = Vec::new();
     for (rank, merge) in keys.array(MERGES, "strings")?.iter().enumerate() {
-        let text = keys.string(&format!("{MERGES}[{rank}]"), merge)?;
-        let Some((left, right)) = text.split_once(' ').filter(|(_, right)| !right.contains(' ')) else {
-            return Err(keys.wrong(&format!("{MERGES}[{rank}]"), "two tokens with a space between", shorten(text)));
+        let pair = match merge {
+            Value::String(text) => text.split_once(' ').filter(|(_, right)| !right.contains(' ')),
+            _ => None,
+        };
+        let Some((left, right)) = pair else {
+            let name = format!("{MERGES}[{rank}]");
+            return Err(keys.wrong(&name, "a string of two tokens with a space between", merge.describe()));
         };
         merges.push((left.to_owned(), right.to_owned()));
     }
@@ -149,9 +153,8 @@ impl<'a> Reader<'a> {
     }
 
     fn exactly(&self, key: &str, expected: &str) -> Result<()> {
-        let expected = format!("{expected:?}");
-        match self.get(key, &expected)? {
-            Value::String(text) if format!("{text:?}") == expected => Ok(()),
+        match self.get(key, expected)? {
+            Value::String(text) if text == expected => Ok(()),
             other => Err(self.wrong(key, expected, other.describe())),
         }
     }
