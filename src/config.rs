@@ -6,8 +6,10 @@
 mod gguf_keys;
 mod json_keys;
 
+use std::collections::BTreeMap;
+
 use crate::{
-    checkpoint::Checkpoint,
+    checkpoint::{Checkpoint, gguf::Value},
     error::{Error, Result},
 };
 
@@ -57,7 +59,7 @@ pub struct FlintConfig {
     pub head_dim: usize,
     /// Width of the `SwiGLU` of dense layers.
     pub dense_intermediate_size: usize,
-    /// E, routed experts of a MoE layer.
+    /// E, routed experts of a `MoE` layer.
     pub n_experts: usize,
     /// K, experts chosen for a token.
     pub n_experts_per_token: usize,
@@ -93,6 +95,11 @@ impl FlintConfig {
         }
     }
 
+    /// The `flint.*` keys of a GGUF that says the same. Errors: [`Error::Value`] for an order of layers that the keys cannot say.
+    pub fn to_gguf_metadata(&self) -> Result<BTreeMap<String, Value>> {
+        gguf_keys::write(self)
+    }
+
     /// Checks every size and the relations between them. Errors name the field.
     pub fn validate(&self) -> Result<()> {
         self.check(&FIELDS, |field, accepted, found| Error::value(field, found, accepted))
@@ -119,11 +126,11 @@ impl FlintConfig {
                 return Err(refuse(name, format!("1 to {most}"), value.to_string()));
             }
         }
-        if self.n_heads % self.n_kv_heads != 0 {
+        if !self.n_heads.is_multiple_of(self.n_kv_heads) {
             let accepted = format!("a divisor of {}, {}", names.n_heads, self.n_heads);
             return Err(refuse(names.n_kv_heads, accepted, self.n_kv_heads.to_string()));
         }
-        if self.head_dim % 2 != 0 {
+        if !self.head_dim.is_multiple_of(2) {
             return Err(refuse(names.head_dim, "an even number".into(), self.head_dim.to_string()));
         }
         for (name, value) in [(names.rms_norm_eps, self.rms_norm_eps), (names.rope_theta, self.rope_theta)] {

@@ -13,9 +13,13 @@ pub mod checkpoint;
 pub mod config;
 pub mod weights;
 pub mod tokenizer;
+pub mod convert;
 pub mod sampling;
 pub mod stop;
+pub mod kernels;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 pub mod engine;
 
 pub use error::{Error, Result};

@@ -1,14 +1,70 @@
-//! Stop strings in streamed text.
+//! When a text ends: end tokens, stop tokens, stop strings, and the number of tokens.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
-/// What a piece of text let through.
+use crate::sampling::SamplingParams;
+
+/// Why a text ended by its own rules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// The model's own end token stands last.
+    EndToken(u32),
+    /// One of the request's `stop_token_ids` stands last.
+    StopToken(u32),
+    /// The stop string with this index in the request's `stop` was found.
+    StopString(usize),
+    /// `max_tokens` stand.
+    Length,
+}
+
+/// The rules of a request that look at tokens.
+#[derive(Clone, Debug)]
+pub struct StopRules {
+    end_tokens: BTreeSet<u32>,
+    stop_tokens: BTreeSet<u32>,
+    min_tokens: usize,
+    max_tokens: usize,
+}
+
+impl StopRules {
+    /// Of a validated `params` for a model that ends on `end_token_ids`. `room_tokens` is what the context leaves: the
+    /// most tokens whatever the request says.
+    pub fn new(params: &SamplingParams, end_token_ids: &[u32], room_tokens: usize) -> Self {
+        let ends = if params.ignore_eos { &[] } else { end_token_ids };
+        Self {
+            end_tokens: ends.iter().copied().collect(),
+            stop_tokens: params.stop_token_ids.iter().copied().collect(),
+            min_tokens: params.min_tokens,
+            max_tokens: params.max_tokens.map_or(room_tokens, |most| most.min(room_tokens)),
+        }
+    }
+
+    /// Whether the text ends with `token_id`, number `output_tokens` of the output (1 for the first).
+    pub fn after(&self, token_id: u32, output_tokens: usize) -> Option<Finish> {
+        if self.armed(output_tokens) {
+            if self.end_tokens.contains(&token_id) {
+                return Some(Finish::EndToken(token_id));
+            }
+            if self.stop_tokens.contains(&token_id) {
+                return Some(Finish::StopToken(token_id));
+            }
+        }
+        (output_tokens >= self.max_tokens).then_some(Finish::Length)
+    }
+
+    /// Whether token number `output_tokens` may end the text: `min_tokens` stand before it.
+    pub fn armed(&self, output_tokens: usize) -> bool {
+        output_tokens > self.min_tokens
+    }
+}
+
+/// What [`StopMatcher::push`] lets through.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Step {
-    /// Text that can no longer be part of a stop string.
+pub struct StopText {
+    /// Text that no stop string can take back any more.
     pub text: String,
-    /// Whether a stop string ended the text.
-    pub matched: bool,
+    /// Index of the stop string that was found; the text ends here.
+    pub stop: Option<usize>,
 }
 
 /// Finds stop strings in text that comes in pieces, wherever the pieces are cut. The match that ends first counts, and
@@ -58,20 +114,30 @@ impl StopMatcher {
         Self { stops: stops.iter().map(|stop| Stop::new(stop)).collect(), include, held: VecDeque::new() }
     }
 
-    /// Takes the next piece. Nothing may be pushed once a stop string matched.
-    pub fn push(&mut self, piece: &str) -> Step {
+    /// Takes the next piece of text. A stop string that ends in a piece that is not `armed` is none
+    /// ([`StopRules::armed`]). Nothing may be pushed once a stop was found.
+    pub fn push(&mut self, piece: &str, armed: bool) -> StopText {
         for byte in piece.bytes() {
             self.held.push_back(byte);
-            let complete = self.stops.iter_mut().filter_map(|stop| stop.advance(byte).then_some(stop.text.len()));
-            if let Some(longest) = complete.max() {
-                let cut = if self.include { 0 } else { longest };
+            let mut found: Option<usize> = None;
+            for i in 0..self.stops.len() {
+                if self.stops[i].advance(byte) && armed {
+                    let longer = found.is_none_or(|best| self.stops[best].text.len() < self.stops[i].text.len());
+                    found = if longer { Some(i) } else { found };
+                }
+            }
+            if let Some(stop) = found {
+                let cut = if self.include { 0 } else { self.stops[stop].text.len() };
                 let text = self.take(self.held.len() - cut);
                 self.held.clear();
-                return Step { text, matched: true };
+                return StopText { text, stop: Some(stop) };
             }
         }
-        let open = self.stops.iter().map(|stop| stop.matched).max().unwrap_or(0);
-        Step { text: self.take(self.held.len() - open), matched: false }
+        // A whole string that was not armed can only go on as a shorter beginning.
+        let may_become =
+            |stop: &Stop| if stop.matched == stop.text.len() { stop.shorter[stop.matched] } else { stop.matched };
+        let held = self.stops.iter().map(may_become).max().unwrap_or(0);
+        StopText { text: self.take(self.held.len() - held), stop: None }
     }
 
     /// What was still held back, when the text ends without a stop string.
@@ -91,21 +157,28 @@ mod tests {
 
     use super::*;
 
-    /// The definition: text given out in the end, and whether a stop string was found.
-    fn search(text: &str, stops: &[String], include: bool) -> (String, bool) {
-        for end in 1..=text.len() {
-            let here = stops.iter().filter(|stop| text.as_bytes()[..end].ends_with(stop.as_bytes()));
-            if let Some(longest) = here.map(String::len).max() {
-                let cut = if include { end } else { end - longest };
-                return (text[..cut].to_owned(), true);
+    /// The definition: text given out in the end, and the stop that was found.
+    fn search(pieces: &[(String, bool)], stops: &[String], include: bool) -> (String, Option<usize>) {
+        let text: String = pieces.iter().map(|(piece, _)| piece.as_str()).collect();
+        let mut end = 0;
+        for (piece, armed) in pieces {
+            for _ in piece.bytes() {
+                end += 1;
+                let here =
+                    (0..stops.len()).filter(|i| *armed && text.as_bytes()[..end].ends_with(stops[*i].as_bytes()));
+                if let Some(stop) = here.min_by_key(|i| (usize::MAX - stops[*i].len(), *i)) {
+                    let cut = if include { end } else { end - stops[stop].len() };
+                    return (text[..cut].to_owned(), Some(stop));
+                }
             }
         }
-        (text.to_owned(), false)
+        (text, None)
     }
 
-    /// Bytes of the longest end of `text` that is a beginning of a stop string.
+    /// Bytes of the longest end of `text` that is a beginning of a stop string, and not all of it.
     fn open_end(text: &str, stops: &[String]) -> usize {
-        let begins = |len: &usize| stops.iter().any(|s| s.as_bytes().starts_with(&text.as_bytes()[text.len() - len..]));
+        let begins =
+            |len: &usize| stops.iter().any(|s| *len < s.len() && text.as_bytes().ends_with(&s.as_bytes()[..*len]));
         (0..=text.len()).rev().find(begins).unwrap_or(0)
     }
 
@@ -114,24 +187,24 @@ mod tests {
 
         #[test]
         fn pieces_give_what_a_search_of_the_whole_text_gives(
-            pieces in prop::collection::vec("[abéè]{0,5}", 0..10),
+            pieces in prop::collection::vec(("[abéè]{0,5}", prop::bool::weighted(0.7)), 0..10),
             stops in prop::collection::vec("[abéè]{1,5}", 0..4),
             include: bool,
         ) {
             let mut matcher = StopMatcher::new(&stops, include);
-            let (mut given, mut seen, mut matched) = (String::new(), String::new(), false);
-            for piece in &pieces {
-                let step = matcher.push(piece);
-                given.push_str(&step.text);
+            let (mut given, mut seen, mut stop) = (String::new(), String::new(), None);
+            for (piece, armed) in &pieces {
+                let out = matcher.push(piece, *armed);
+                given.push_str(&out.text);
                 seen.push_str(piece);
-                matched = step.matched;
-                if matched {
+                stop = out.stop;
+                if stop.is_some() {
                     break;
                 }
                 prop_assert_eq!(seen.len() - given.len(), open_end(&seen, &stops));
             }
             given.push_str(&matcher.finish());
-            prop_assert_eq!((given, matched), search(&pieces.concat(), &stops, include));
+            prop_assert_eq!((given, stop), search(&pieces, &stops, include));
         }
     }
 
@@ -139,21 +212,41 @@ mod tests {
     fn the_first_match_to_end_counts_and_the_longest_there() {
         let stops = ["abcd", "bc", "c"].map(str::to_owned);
         let mut matcher = StopMatcher::new(&stops, false);
-        assert_eq!(matcher.push("xab"), Step { text: "x".into(), matched: false });
-        assert_eq!(matcher.push("cd"), Step { text: "a".into(), matched: true });
+        assert_eq!(matcher.push("xab", true), StopText { text: "x".into(), stop: None });
+        assert_eq!(matcher.push("cd", true), StopText { text: "a".into(), stop: Some(1) });
         let mut matcher = StopMatcher::new(&stops, true);
-        assert_eq!(matcher.push("xabcd"), Step { text: "xabc".into(), matched: true });
+        assert_eq!(matcher.push("xabcd", true), StopText { text: "xabc".into(), stop: Some(1) });
     }
 
     #[test]
     fn long_stop_strings_and_small_pieces_take_linear_time() {
         // Quadratic work would be 10^11 steps.
-        let mut matcher = StopMatcher::new(&["a".repeat(300_000) + "b"], false);
+        let stops = ["a".repeat(300_000) + "b"];
+        let mut matcher = StopMatcher::new(&stops, false);
         let mut given = 0;
         for _ in 0..600_000 {
-            given += matcher.push("a").text.len();
+            given += matcher.push("a", true).text.len();
         }
         assert_eq!(given, 300_000);
-        assert!(matcher.push("b").matched);
+        assert_eq!(matcher.push("b", true).stop, Some(0));
+    }
+
+    #[test]
+    fn tokens_end_the_text_by_the_rules_of_the_request() {
+        let params =
+            SamplingParams { min_tokens: 2, max_tokens: Some(4), stop_token_ids: vec![7], ..Default::default() };
+        let rules = StopRules::new(&params, &[1, 2], 100);
+        assert_eq!([1, 2].map(|n| rules.after(1, n)), [None, None]);
+        assert_eq!(rules.after(1, 3), Some(Finish::EndToken(1)));
+        assert_eq!(rules.after(7, 3), Some(Finish::StopToken(7)));
+        assert_eq!(rules.after(5, 3), None);
+        assert_eq!(rules.after(5, 4), Some(Finish::Length));
+        assert_eq!(rules.after(2, 4), Some(Finish::EndToken(2)));
+
+        let params = SamplingParams { ignore_eos: true, stop_token_ids: vec![2], ..Default::default() };
+        let rules = StopRules::new(&params, &[1, 2], 3);
+        assert_eq!(rules.after(1, 1), None);
+        assert_eq!(rules.after(2, 1), Some(Finish::StopToken(2)));
+        assert_eq!(rules.after(5, 3), Some(Finish::Length));
     }
 }

@@ -1,24 +1,15 @@
 //! NVFP4 against independent expectations: the format's definition spelled out slowly, and values of the `gguf` package.
 #![allow(clippy::float_cmp, reason = "values are equal to the bit, or wrong")]
 
+mod formats;
+
 use flint_rs::nvfp4::{
     self, BLOCK_BYTES, BLOCK_LEN, BLOCK_SCALES, GROUP_LEN, amax, decode, find_invalid_scale, from_pairs, quantize,
     tensor_scale, to_pairs,
 };
 use proptest::prelude::*;
 
-/// An e4m3 byte by its definition, without the rules for single bytes.
-fn e4m3(byte: u8) -> f64 {
-    let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f64::from(byte & 7));
-    if exponent == 0 { mantissa * 2f64.powi(-9) } else { (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7) }
-}
-
-/// A code by its definition: 1 sign, 2 exponent (bias 1), 1 mantissa bit.
-fn e2m1(code: u8) -> f64 {
-    let (exponent, mantissa) = (i32::from(code >> 1 & 3), f64::from(code & 1));
-    let magnitude = if exponent == 0 { mantissa / 2.0 } else { (1.0 + mantissa / 2.0) * 2f64.powi(exponent - 1) };
-    if code & 8 == 0 { magnitude } else { -magnitude }
-}
+use self::formats::{e2m1, e4m3, nearest_error, squared_error};
 
 /// Value `i` of a row of GGUF blocks, without the tensor scale.
 fn value(row: &[u8], i: usize) -> f64 {
@@ -148,30 +139,6 @@ fn requantized(values: &[f32]) -> (Vec<u8>, Vec<f32>) {
         *value *= scale;
     }
     (blocks, out)
-}
-
-/// Squared error of plain rounding, by search over all values: the scale nearest to amax / 6, then the nearest codes.
-fn nearest_error(values: &[f32]) -> f64 {
-    let scale = f64::from(tensor_scale(amax(values).unwrap()));
-    let nearest = |x: f64, all: &mut dyn Iterator<Item = f64>| {
-        all.min_by(|a, b| (a - x).abs().total_cmp(&(b - x).abs())).unwrap()
-    };
-    let group_error = |group: &[f32]| -> f64 {
-        let largest = group.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
-        let block = scale * nearest(f64::from(largest) / 6.0 / scale, &mut (0..=nvfp4::MAX_SCALE).map(e4m3));
-        group
-            .iter()
-            .map(|v| {
-                let v = f64::from(*v);
-                (v - nearest(v, &mut (0..16).map(|code| e2m1(code) * block))).powi(2)
-            })
-            .sum()
-    };
-    values.chunks(GROUP_LEN).map(group_error).sum()
-}
-
-fn squared_error(values: &[f32], other: &[f32]) -> f64 {
-    values.iter().zip(other).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum()
 }
 
 /// Mostly of one size, some far off, some zero: what a row of weights can look like at worst.

@@ -11,7 +11,7 @@ use flint_rs::{
 };
 
 use self::formats::{
-    EXPERTS, Tensors, all_values, config, f32_bytes, gguf, gguf_tensors, is_projection, names, put, safetensors,
+    EXPERTS, Tensors, all_values, config, f32_bytes, folder, gguf, gguf_tensors, is_projection, names, put,
     stack_experts, to_safetensors, values,
 };
 
@@ -91,7 +91,7 @@ fn safetensors_hold_the_same_weights() {
         let tensors = gguf_tensors(3, dtype);
         let want = all_values(&bind(&gguf(tensors.clone())).unwrap());
         let one_by_one = to_safetensors(&tensors);
-        assert!(all_values(&bind(&safetensors(one_by_one.clone())).unwrap()) == want, "{dtype}, one by one");
+        assert!(all_values(&bind(&folder(one_by_one.clone())).unwrap()) == want, "{dtype}, one by one");
 
         let mut renamed: Tensors = one_by_one
             .clone()
@@ -101,18 +101,18 @@ fn safetensors_hold_the_same_weights() {
                 (tensor.name.clone(), tensor)
             })
             .collect();
-        assert!(all_values(&bind(&safetensors(renamed.clone())).unwrap()) == want, "{dtype}, other names");
+        assert!(all_values(&bind(&folder(renamed.clone())).unwrap()) == want, "{dtype}, other names");
         let twin = renamed["layers.1.self_attn.sinks"].clone();
         put(&mut renamed, "layers.1.self_attn.softmax_offset", twin.dtype, &twin.shape, twin.data.to_vec());
-        refuses(&safetensors(renamed), "layers.1.self_attn.softmax_offset", "only tensors that a Flint");
+        refuses(&folder(renamed), "layers.1.self_attn.softmax_offset", "only tensors that a Flint");
 
         if dtype != DType::Nvfp4 {
             let mut stacked = one_by_one;
             let expert = stacked["model.layers.2.mlp.experts.0.up_proj.weight"].clone();
             stack_experts(&mut stacked);
-            assert!(all_values(&bind(&safetensors(stacked.clone())).unwrap()) == want, "{dtype}, stacked");
+            assert!(all_values(&bind(&folder(stacked.clone())).unwrap()) == want, "{dtype}, stacked");
             stacked.insert(expert.name.clone(), expert.clone());
-            refuses(&safetensors(stacked), &expert.name, "only tensors that a Flint");
+            refuses(&folder(stacked), &expert.name, "only tensors that a Flint");
         }
     }
 }
@@ -120,7 +120,7 @@ fn safetensors_hold_the_same_weights() {
 #[test]
 fn repacks_model_opt_to_the_bytes_of_gguf() {
     let tensors = gguf_tensors(4, DType::Nvfp4);
-    let weights = bind(&safetensors(to_safetensors(&tensors))).unwrap();
+    let weights = bind(&folder(to_safetensors(&tensors))).unwrap();
     let MlpWeights::Moe { experts, .. } = &weights.layers[2].mlp else { panic!("a layer of experts") };
     for (expert, want) in experts.iter().zip(tensors["blk.2.ffn_down_exps.weight"].data.chunks(128 * 36)) {
         let MatrixData::Nvfp4 { blocks, .. } = &expert.down.data else { panic!("{:?}", expert.down) };
@@ -140,13 +140,13 @@ fn names_each_missing_tensor() {
     for name in tensors.keys().filter(|name| !name.ends_with("input_scale")) {
         let mut without = tensors.clone();
         without.remove(name);
-        refuses(&safetensors(without), name, "none");
+        refuses(&folder(without), name, "none");
     }
 }
 
 #[test]
 fn names_each_wrong_shape() {
-    for checkpoint in [gguf as fn(Tensors) -> Checkpoint, safetensors] {
+    for checkpoint in [gguf as fn(Tensors) -> Checkpoint, folder] {
         let mut tensors = gguf_tensors(6, DType::Nvfp4);
         if matches!(checkpoint(Tensors::new()), Checkpoint::Safetensors(_)) {
             tensors = to_safetensors(&tensors);
@@ -198,7 +198,7 @@ fn names_each_wrong_type() {
         let mut swapped = tensors.clone();
         let shape = tensors[name].shape.clone();
         put(&mut swapped, name, dtype, &shape, vec![0; shape.iter().product::<usize>() * dtype.block_bytes()]);
-        refuses(&safetensors(swapped), name, &format!("type {dtype}"));
+        refuses(&folder(swapped), name, &format!("type {dtype}"));
     }
 }
 
@@ -213,7 +213,7 @@ fn names_an_unknown_tensor() {
         refuses(&gguf(more), name, "F32 [1]");
         let mut more = to_safetensors(&tensors);
         put(&mut more, name, DType::F32, &[1], vec![0; 4]);
-        refuses(&safetensors(more), name, "F32 [1]");
+        refuses(&folder(more), name, "F32 [1]");
     }
     // A scale that would be ignored is no detail.
     let mut plain = gguf_tensors(8, DType::Bf16);
@@ -293,7 +293,7 @@ fn names_the_tensor_of_a_bad_block_scale() {
         let mut data = tensors[name].data.to_vec();
         data[100] = byte;
         put(&mut swapped, name, DType::F8E4m3, &tensors[name].shape, data);
-        refuses(&safetensors(swapped), name, &format!("{byte:#04X}"));
+        refuses(&folder(swapped), name, &format!("{byte:#04X}"));
     }
 }
 

@@ -29,6 +29,14 @@ const NAMES: Names = Names {
 const DENSE_LAYERS: &str = "flint.leading_dense_block_count";
 const SLIDING: &str = "flint.attention.sliding_window_pattern";
 const ROPE: &str = "flint.attention.rope_pattern";
+const VALUE_LENGTH: &str = "flint.attention.value_length";
+const GATING: &str = "flint.expert_gating_func";
+/// The router's scores, as [`GATING`] numbers them.
+const SIGMOID: u64 = 2;
+const WEIGHTS_NORM: &str = "flint.expert_weights_norm";
+const WEIGHTS_SCALE: &str = "flint.expert_weights_scale";
+const SHARED_COUNT: &str = "flint.expert_shared_count";
+const ROPE_SCALING: &str = "flint.rope.scaling.type";
 
 /// Reads every `flint.*` key; one that is left over is refused.
 pub(super) fn read(gguf: &Gguf) -> Result<FlintConfig> {
@@ -75,13 +83,13 @@ pub(super) fn read(gguf: &Gguf) -> Result<FlintConfig> {
     };
     let integer = |value: usize| Value::Unsigned(value as u64);
     let head_dim = integer(config.head_dim);
-    keys.required_only("flint.attention.value_length", &head_dim)?;
-    keys.required_only("flint.expert_gating_func", &Value::Unsigned(2))?;
+    keys.required_only(VALUE_LENGTH, &head_dim)?;
+    keys.required_only(GATING, &Value::Unsigned(SIGMOID))?;
     // Absent means false to llama.cpp, so that only a file that says true means the same everywhere.
-    keys.required_only("flint.expert_weights_norm", &Value::Bool(true))?;
-    keys.only("flint.expert_weights_scale", &Value::Float(1.0))?;
-    keys.only("flint.expert_shared_count", &Value::Unsigned(1))?;
-    keys.only("flint.rope.scaling.type", &Value::String("none".into()))?;
+    keys.required_only(WEIGHTS_NORM, &Value::Bool(true))?;
+    keys.only(WEIGHTS_SCALE, &Value::Float(1.0))?;
+    keys.only(SHARED_COUNT, &Value::Unsigned(1))?;
+    keys.only(ROPE_SCALING, &Value::String("none".into()))?;
     // Written by some converters beside the keys that the format needs; each may only repeat what those say.
     keys.only("flint.rope.dimension_count", &head_dim)?;
     keys.only("flint.rope.dimension_count_swa", &head_dim)?;
@@ -92,6 +100,44 @@ pub(super) fn read(gguf: &Gguf) -> Result<FlintConfig> {
     keys.finish()?;
     config.check(&NAMES, |key, expected, found| keys.error(key, expected, found))?;
     Ok(config)
+}
+
+/// The keys that [`read`] reads. Errors: [`Error::Value`] when dense layers follow others, which GGUF cannot say.
+pub(super) fn write(config: &FlintConfig) -> Result<BTreeMap<String, Value>> {
+    let dense_layers = config.layers.iter().take_while(|layer| layer.mlp == Mlp::Dense).count();
+    if let Some(index) = config.layers[dense_layers..].iter().position(|layer| layer.mlp == Mlp::Dense) {
+        let accepted = "dense layers before all others: a GGUF only counts the leading ones";
+        return Err(Error::value("layers", format!("a dense layer {}", dense_layers + index), accepted));
+    }
+    let size = |value: usize| Value::Unsigned(value as u64);
+    let pattern = |is: fn(&LayerKind) -> bool| Value::Array(config.layers.iter().map(|l| Value::Bool(is(l))).collect());
+    let keys = [
+        (NAMES.layers, size(config.layers.len())),
+        (NAMES.hidden_size, size(config.hidden_size)),
+        (NAMES.vocab_size, size(config.vocab_size)),
+        (NAMES.context_length, size(config.context_length)),
+        (NAMES.n_heads, size(config.n_heads)),
+        (NAMES.n_kv_heads, size(config.n_kv_heads)),
+        (NAMES.head_dim, size(config.head_dim)),
+        (VALUE_LENGTH, size(config.head_dim)),
+        (NAMES.dense_intermediate_size, size(config.dense_intermediate_size)),
+        (NAMES.n_experts, size(config.n_experts)),
+        (NAMES.n_experts_per_token, size(config.n_experts_per_token)),
+        (NAMES.expert_intermediate_size, size(config.expert_intermediate_size)),
+        (NAMES.shared_intermediate_size, size(config.shared_intermediate_size)),
+        (NAMES.sliding_window, size(config.sliding_window)),
+        (NAMES.rms_norm_eps, Value::Float(config.rms_norm_eps.into())),
+        (NAMES.rope_theta, Value::Float(config.rope_theta.into())),
+        (DENSE_LAYERS, size(dense_layers)),
+        (SLIDING, pattern(|layer| layer.attention == Attention::Sliding)),
+        (ROPE, pattern(|layer| layer.rope)),
+        (GATING, Value::Unsigned(SIGMOID)),
+        (WEIGHTS_NORM, Value::Bool(true)),
+        (WEIGHTS_SCALE, Value::Float(1.0)),
+        (SHARED_COUNT, Value::Unsigned(1)),
+        (ROPE_SCALING, Value::String("none".into())),
+    ];
+    Ok(keys.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
 }
 
 /// The key, else the rows of the embedding.

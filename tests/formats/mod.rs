@@ -7,6 +7,7 @@ use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
 use flint_rs::{
     checkpoint::{Checkpoint, DType, Tensor, gguf::Gguf, safetensors::SafetensorsDir},
     config::{Attention, FlintConfig, LayerKind, Mlp},
+    nvfp4,
     weights::{Matrix, MlpWeights, SwiGlu, Weights},
 };
 
@@ -237,7 +238,7 @@ pub fn gguf(tensors: Tensors) -> Checkpoint {
     Checkpoint::Gguf(Gguf { path: "test-file".into(), metadata: BTreeMap::new(), tensors })
 }
 
-pub fn safetensors(tensors: Tensors) -> Checkpoint {
+pub fn folder(tensors: Tensors) -> Checkpoint {
     let config = serde_json::Value::Null;
     Checkpoint::Safetensors(SafetensorsDir { path: "test-folder".into(), config, tensors })
 }
@@ -285,4 +286,99 @@ pub fn all_values(weights: &Weights) -> BTreeMap<String, Vec<f32>> {
         }
     }
     all
+}
+
+/// [`config`] as a config.json.
+pub fn config_json() -> serde_json::Value {
+    serde_json::json!({
+        "model_type": "flint", "architectures": ["FlintForCausalLM"],
+        "hidden_size": 128, "vocab_size": 70, "max_position_embeddings": 500, "num_attention_heads": 6,
+        "num_key_value_heads": 3, "head_dim": 64, "intermediate_size": 320, "num_experts": EXPERTS,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 256,
+        "sliding_window": 9, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"], "mlp_only_layers": [0], "eos_token_id": 58,
+    })
+}
+
+/// A tokenizer of 60 tokens: 58 letters from A on, and two control tokens.
+pub fn tokenizer_json() -> serde_json::Value {
+    use serde_json::json;
+    let split =
+        |regex: &str| json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false});
+    let vocab: serde_json::Map<_, _> = (0..58_u8).map(|i| (char::from(b'A' + i).to_string(), json!(i))).collect();
+    let control = |id: u32, content: &str| {
+        json!({"id": id, "content": content, "special": true, "normalized": false, "single_word": false, "lstrip": false,
+               "rstrip": false})
+    };
+    json!({
+        "added_tokens": [control(58, "<|endoftext|>"), control(59, "<|user|>")],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            split(r"\p{N}{1,3}"),
+            split("[一-龥぀-ゟ゠-ヿ]+"),
+            split(concat!(
+                r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+                r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+                r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            )),
+            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+        ]},
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    })
+}
+
+/// Writes a checkpoint folder of these tensors.
+pub fn write_folder(folder: &std::path::Path, tensors: &Tensors) {
+    std::fs::create_dir_all(folder).unwrap();
+    let views = tensors.values().map(|tensor| {
+        let dtype = match tensor.dtype {
+            DType::F32 => safetensors::Dtype::F32,
+            DType::F16 => safetensors::Dtype::F16,
+            DType::Bf16 => safetensors::Dtype::BF16,
+            DType::U8 => safetensors::Dtype::U8,
+            DType::F8E4m3 => safetensors::Dtype::F8_E4M3,
+            other => panic!("safetensors have no {other}"),
+        };
+        (&tensor.name, safetensors::tensor::TensorView::new(dtype, tensor.shape.clone(), &tensor.data).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).unwrap();
+    std::fs::write(folder.join("config.json"), config_json().to_string()).unwrap();
+    std::fs::write(folder.join("tokenizer.json"), tokenizer_json().to_string()).unwrap();
+    std::fs::write(folder.join("chat_template.jinja"), "{{ messages }}").unwrap();
+}
+
+/// An e4m3 byte by its definition, without the rules for single bytes.
+pub fn e4m3(byte: u8) -> f64 {
+    let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f64::from(byte & 7));
+    if exponent == 0 { mantissa * 2f64.powi(-9) } else { (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7) }
+}
+
+/// A code by its definition: 1 sign, 2 exponent (bias 1), 1 mantissa bit.
+pub fn e2m1(code: u8) -> f64 {
+    let (exponent, mantissa) = (i32::from(code >> 1 & 3), f64::from(code & 1));
+    let magnitude = if exponent == 0 { mantissa / 2.0 } else { (1.0 + mantissa / 2.0) * 2f64.powi(exponent - 1) };
+    if code & 8 == 0 { magnitude } else { -magnitude }
+}
+
+/// Squared error of plain rounding, by search over all values: the scale nearest to amax / 6, then the nearest codes.
+pub fn nearest_error(values: &[f32]) -> f64 {
+    let scale = f64::from(nvfp4::tensor_scale(nvfp4::amax(values).unwrap()));
+    let nearest = |x: f64, all: &mut dyn Iterator<Item = f64>| {
+        all.min_by(|a, b| (a - x).abs().total_cmp(&(b - x).abs())).unwrap()
+    };
+    let group_error = |group: &[f32]| -> f64 {
+        let largest = group.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
+        let block = scale * nearest(f64::from(largest) / 6.0 / scale, &mut (0..=0x7E).map(e4m3));
+        group
+            .iter()
+            .map(|v| {
+                let v = f64::from(*v);
+                (v - nearest(v, &mut (0..16).map(|code| e2m1(code) * block))).powi(2)
+            })
+            .sum()
+    };
+    values.chunks(16).map(group_error).sum()
+}
+
+pub fn squared_error(values: &[f32], other: &[f32]) -> f64 {
+    values.iter().zip(other).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum()
 }
