@@ -63,7 +63,7 @@ pub struct FlintConfig {
     pub head_dim: usize,
     /// Width of the `SwiGLU` of dense layers.
     pub dense_intermediate_size: usize,
-    /// E, routed experts of a MoE layer.
+    /// E, routed experts of a `MoE` layer.
     pub n_experts: usize,
     /// K, experts chosen for a token.
     pub n_experts_per_token: usize,
@@ -130,11 +130,11 @@ impl FlintConfig {
                 return Err(refuse(name, format!("1 to {most}"), value.to_string()));
             }
         }
-        if self.n_heads % self.n_kv_heads != 0 {
+        if !self.n_heads.is_multiple_of(self.n_kv_heads) {
             let accepted = format!("a divisor of {}, {}", names.n_heads, self.n_heads);
             return Err(refuse(names.n_kv_heads, accepted, self.n_kv_heads.to_string()));
         }
-        if self.head_dim % 2 != 0 {
+        if !self.head_dim.is_multiple_of(2) {
             return Err(refuse(names.head_dim, "an even number".into(), self.head_dim.to_string()));
         }
         for (name, value) in [(names.rms_norm_eps, self.rms_norm_eps), (names.rope_theta, self.rope_theta)] {

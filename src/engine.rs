@@ -14,7 +14,7 @@ use crate::{
     cpu::{self, CpuModel, Kv, Positions, Precision},
     error::{Error, Result},
     sampling::{Sampler, SamplingParams, TokenLogprobs},
-    stop::StopMatcher,
+    stop::{Finish, StopMatcher, StopRules},
     tokenizer::{Decoder, Tokenizer},
     weights::Weights,
 };
@@ -138,17 +138,16 @@ impl Engine {
     /// leaves no room for a token.
     pub fn generate(self: &Arc<Self>, prompt: Vec<u32>, params: &SamplingParams, cancel: Cancel) -> Result<Generation> {
         self.check_tokens("prompt", &prompt)?;
-        params.validate(self.tokenizer.vocab_size())?;
         let sampler = Sampler::new(params, &prompt, self.tokenizer.end_token_ids(), self.tokenizer.vocab_size())?;
         // The last token is never fed back, so a sequence may end one token past the last position.
         let room = self.config().context_length + 1 - prompt.len();
         Ok(Generation {
-            max_tokens: params.max_tokens.map_or(room, |n| n.min(room)),
+            rules: StopRules::new(params, self.tokenizer.end_token_ids(), room),
             kv: self.model.new_kv(),
             decoder: Decoder::new(Arc::clone(&self.tokenizer), false),
             stop: StopMatcher::new(&params.stop, params.include_stop_str_in_output),
             sampler,
-            params: params.clone(),
+            prompt_top_n: params.prompt_logprobs,
             pending: prompt,
             state: State::Prefill,
             generated: 0,
@@ -187,7 +186,7 @@ impl Engine {
         for (chunk, start) in tokens.chunks(SCORE_TOKENS).zip((0..).step_by(SCORE_TOKENS)) {
             let logits = self.model.forward(kv, chunk, Positions::All, cancel)?;
             for (row, &next) in logits.chunks_exact(vocab).zip(&tokens[start + 1..]) {
-                scores.push(TokenLogprobs::new(&row[..self.tokenizer.vocab_size()], next, top_n));
+                scores.push(TokenLogprobs::new(&row[..self.tokenizer.vocab_size()], next, top_n)?);
             }
             last = logits[logits.len() - vocab..].to_vec();
         }
@@ -220,16 +219,17 @@ enum State {
 /// One running generation: an iterator of [`Event`]s. Dropping it ends the work. After an error it is over.
 pub struct Generation {
     engine: Arc<Engine>,
-    params: SamplingParams,
     cancel: Cancel,
     kv: Kv,
     sampler: Sampler,
     decoder: Decoder<Arc<Tokenizer>>,
+    rules: StopRules,
     stop: StopMatcher,
+    /// Most likely tokens to report for each position of the prompt, if it is to be scored.
+    prompt_top_n: Option<usize>,
     /// Tokens that the model has not read yet: the prompt, then the token chosen last.
     pending: Vec<u32>,
     state: State,
-    max_tokens: usize,
     generated: usize,
     prompt_logprobs: Option<Vec<TokenLogprobs>>,
     prefill_time: Duration,
@@ -280,7 +280,7 @@ impl Generation {
     /// Runs the model over the pending tokens; returns the logits after the last.
     fn read_pending(&mut self) -> Result<Vec<f32>> {
         let engine = &self.engine;
-        match self.params.prompt_logprobs {
+        match self.prompt_top_n {
             Some(top_n) if self.state == State::Prefill => {
                 let (scores, last) = engine.score_into(&mut self.kv, &self.pending, top_n, &self.cancel)?;
                 self.prompt_logprobs = Some(scores);
@@ -292,38 +292,27 @@ impl Generation {
 
     /// The text that `token_id` makes certain, and whether it is the last.
     fn advance_text(&mut self, token_id: u32) -> Result<(String, Option<FinishReason>)> {
-        let ends = (!self.params.ignore_eos && self.engine.tokenizer.end_token_ids().contains(&token_id))
-            || self.params.stop_token_ids.contains(&token_id);
-        let mut text = String::new();
-        // An end token is no part of the text.
-        let mut matched = false;
-        if !ends {
-            let piece = self.decoder.push(token_id)?;
-            matched = self.push_text(&piece, &mut text);
-        }
-        let finish_reason = if ends || matched {
-            Some(FinishReason::Stop)
-        } else {
-            (self.generated >= self.max_tokens).then_some(FinishReason::Length)
+        let finish = self.rules.after(token_id, self.generated);
+        let armed = self.rules.armed(self.generated);
+        // A token that ends the text is no part of it.
+        let mut piece = match finish {
+            Some(Finish::EndToken(_) | Finish::StopToken(_)) => String::new(),
+            _ => self.decoder.push(token_id)?,
         };
-        if finish_reason.is_some() && !matched {
-            let rest = self.decoder.finish();
-            if !self.push_text(&rest, &mut text) {
-                text.push_str(&self.stop.finish());
-            }
+        if finish.is_some() {
+            piece.push_str(&self.decoder.finish());
         }
-        Ok((text, finish_reason))
-    }
-
-    /// Passes `piece` through the stop strings, which hold until `min_tokens` stand; true when one ended the text.
-    fn push_text(&mut self, piece: &str, text: &mut String) -> bool {
-        if self.generated < self.params.min_tokens {
-            text.push_str(piece);
-            return false;
+        let mut step = self.stop.push(&piece, armed);
+        let finish_reason = match finish {
+            _ if step.stop.is_some() => Some(FinishReason::Stop),
+            Some(Finish::Length) => Some(FinishReason::Length),
+            Some(_) => Some(FinishReason::Stop),
+            None => None,
+        };
+        if finish_reason.is_some() && step.stop.is_none() {
+            step.text.push_str(&self.stop.finish());
         }
-        let step = self.stop.push(piece);
-        text.push_str(&step.text);
-        step.matched
+        Ok((step.text, finish_reason))
     }
 }
 

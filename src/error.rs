@@ -44,6 +44,14 @@ pub enum Error {
         /// What was found, and what would make it available.
         why: String,
     },
+    /// A call to the GPU failed.
+    #[error("{what} failed: {why}")]
+    Device {
+        /// The action, with the kernel's name where there is one.
+        what: String,
+        /// What the driver said, or what does not fit.
+        why: String,
+    },
     /// The work was cancelled before it ended; no partial result was kept.
     #[error("cancelled")]
     Cancelled,

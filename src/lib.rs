@@ -17,7 +17,10 @@ pub mod convert;
 pub mod inspect;
 pub mod sampling;
 pub mod stop;
+pub mod kernels;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 pub mod engine;
 
 pub use error::{Error, Result};

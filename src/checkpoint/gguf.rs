@@ -79,11 +79,16 @@ impl Gguf {
         };
         if split.number != 0 {
             let found = format!("part {}", split.number + 1);
-            return Err(Error::format(path, "split.no", format!("the first part, {}", name.file(1, ".gguf")), found));
+            return Err(Error::format(
+                path,
+                "split.no",
+                format!("the first part, {}", ShardName { number: 1, ..name }.file(".gguf")),
+                found,
+            ));
         }
         let mut gguf = Self::new(path, first)?;
         for number in 1..split.count {
-            let path = path.with_file_name(name.file(number + 1, ".gguf"));
+            let path = path.with_file_name(ShardName { number: number + 1, ..name }.file(".gguf"));
             let part = Part::parse(&path, &Bytes::open(&path)?)?;
             let (expected, found) = (Split { number, ..split }, part.split(&path)?);
             if found.as_ref() != Some(&expected) {

@@ -163,7 +163,7 @@ fn files_of(folder: &Path) -> Result<Vec<String>> {
 }
 
 /// A name such as `flint-00002-of-00003.gguf`, which both kinds of checkpoint use for the parts of a model.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ShardName<'a> {
     stem: &'a str,
     /// From 1.
@@ -180,7 +180,7 @@ impl<'a> ShardName<'a> {
         Some(Self { stem, number: five_digits(number)??, count: five_digits(count)?? })
     }
 
-    fn file(&self, number: u64, suffix: &str) -> String {
-        format!("{}-{number:05}-of-{:05}{suffix}", self.stem, self.count)
+    fn file(&self, suffix: &str) -> String {
+        format!("{}-{:05}-of-{:05}{suffix}", self.stem, self.number, self.count)
     }
 }

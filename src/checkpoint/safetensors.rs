@@ -109,13 +109,15 @@ fn whole_set<'a>(folder: &Path, files: &'a [String]) -> Result<Vec<&'a str>> {
         let expected = "model.safetensors, its index, or shards";
         return Err(Error::format(folder, "safetensors", expected, format!("{} other files", files.len())));
     }
-    for name in shards.iter().filter_map(|shard| ShardName::parse(shard, suffix)) {
-        for number in 1..=name.count {
-            let part = name.file(number, suffix);
-            if !shards.contains(&part.as_str()) {
-                let found = format!("no such file beside {}", name.file(name.number, suffix));
-                return Err(Error::format(folder, part, "every shard of the set", found));
-            }
+    let mut sets: BTreeMap<_, BTreeSet<u64>> = BTreeMap::new();
+    for ShardName { stem, number, count } in shards.iter().filter_map(|shard| ShardName::parse(shard, suffix)) {
+        sets.entry((stem, count)).or_default().insert(number);
+    }
+    for ((stem, count), numbers) in sets {
+        if let Some(number) = (1..=count).find(|number| !numbers.contains(number)) {
+            let missing = ShardName { stem, number, count }.file(suffix);
+            let found = format!("{} of {count} shards", numbers.len());
+            return Err(Error::format(folder, missing, "every shard of the set", found));
         }
     }
     Ok(shards)
@@ -178,8 +180,11 @@ pub fn read_shard(path: &Path, file: &Bytes) -> Result<Vec<Tensor>> {
         let Some(dtype) = supported(dtype) else {
             return refuse("F32, F16, BF16, U8 or F8_E4M3".into(), dtype.to_string());
         };
-        if shape.len() > MAX_DIMENSIONS || shape.contains(&0) {
-            return refuse(format!("at most {MAX_DIMENSIONS} dimensions, none of them 0"), format!("shape {shape:?}"));
+        if shape.len() > MAX_DIMENSIONS {
+            return refuse(format!("at most {MAX_DIMENSIONS}"), format!("{} dimensions", shape.len()));
+        }
+        if shape.contains(&0) {
+            return refuse("dimensions from 1".into(), format!("shape {shape:?}"));
         }
         let Some(bytes) = dtype.bytes_of(&shape) else {
             return refuse("a size in 64 bits".into(), format!("shape {shape:?}"));

@@ -62,7 +62,7 @@ pub(super) fn read(file: &Path, config: &Json) -> Result<FlintConfig> {
     };
     // null is how transformers writes an absent value.
     let left = object.iter().filter(|(_, value)| !value.is_null()).map(|(k, v)| (k.clone(), v.clone())).collect();
-    let mut keys = Keys { file, left };
+    let mut keys = Keys { file, parent: None, left };
     keys.required_only("model_type", &"flint".into())?;
     keys.only("architectures", &Json::from(vec!["FlintForCausalLM"]))?;
     let n_layers = keys.size(NAMES.layers)?;
@@ -148,7 +148,7 @@ fn rope_theta(keys: &mut Keys) -> Result<f64> {
     for name in ["rope_parameters", "rope_scaling"] {
         let Some(value) = keys.left.remove(name) else { continue };
         let Json::Object(left) = value else { return Err(keys.error(name, "an object", value.to_string())) };
-        let mut inner = Keys { file: keys.file, left };
+        let mut inner = Keys { file: keys.file, parent: Some(name), left };
         for kind in ["rope_type", "type"] {
             inner.only(kind, &"default".into())?;
         }
@@ -167,12 +167,15 @@ fn rope_theta(keys: &mut Keys) -> Result<f64> {
 /// The keys that were not read yet.
 struct Keys<'a> {
     file: &'a Path,
+    /// The key that holds these, when they are not at the top.
+    parent: Option<&'a str>,
     left: Map<String, Json>,
 }
 
 impl Keys<'_> {
     fn error(&self, key: &str, expected: impl Into<String>, found: impl Into<String>) -> Error {
-        Error::format(self.file, key, expected, found)
+        let name = self.parent.map_or(key.to_owned(), |parent| format!("{parent}.{key}"));
+        Error::format(self.file, name, expected, found)
     }
 
     fn missing(&self, key: &str) -> Error {

@@ -1,9 +1,12 @@
 //! The KV cache of one sequence.
 
-use half::bf16;
+use std::ops::Range;
 
-use super::{BLOCK_TOKENS, Precision};
-use crate::config::{Attention, FlintConfig};
+use super::{BLOCK_TOKENS, Precision, rows};
+use crate::{
+    checkpoint::DType,
+    config::{Attention, FlintConfig},
+};
 
 /// The KV cache of one sequence: BF16 or f32 by the model's [`Precision`]. Layers of full attention grow with the
 /// sequence; sliding layers hold at most `sliding_window - 1 + 512` positions.
@@ -26,24 +29,12 @@ pub(super) struct LayerKv {
     pub(super) v: Store,
 }
 
-/// Rows of one width.
+/// Rows of one width, packed like those of a weight matrix.
 #[derive(Clone)]
 pub(super) struct Store {
     width: usize,
-    data: Data,
-}
-
-#[derive(Clone)]
-enum Data {
-    F32(Vec<f32>),
-    Bf16(Vec<u16>),
-}
-
-/// A run of rows of a [`Store`].
-#[derive(Clone, Copy)]
-pub(super) enum Rows<'a> {
-    F32(&'a [f32]),
-    Bf16(&'a [u16]),
+    pub(super) dtype: DType,
+    bytes: Vec<u8>,
 }
 
 /// What a failed [`super::CpuModel::forward`] needs to undo its work.
@@ -94,7 +85,7 @@ impl Kv {
 
     /// Bytes held now.
     pub fn bytes(&self) -> usize {
-        self.layers.iter().map(|layer| layer.k.bytes() + layer.v.bytes()).sum()
+        self.layers.iter().map(|layer| layer.k.bytes.capacity() + layer.v.bytes.capacity()).sum()
     }
 
     /// Whether this cache was made for a model of these dimensions.
@@ -103,7 +94,7 @@ impl Kv {
         self.layers.len() == config.layers.len()
             && self.layers.iter().zip(&config.layers).all(|(layer, kind)| {
                 let window = (kind.attention == Attention::Sliding).then_some(config.sliding_window);
-                layer.window == window && layer.k.width == width && layer.k.precision() == precision
+                layer.window == window && layer.k.width == width && layer.k.dtype == dtype(precision)
             })
     }
 
@@ -128,7 +119,7 @@ impl Kv {
 
 impl LayerKv {
     /// Appends the keys and values of the positions from `start` on, `[T, G, head_dim]` each, dropping first what no token
-    /// from `start` on can see when a sliding layer is full. Whatever `start - 1` saw last stays until the next call.
+    /// from `start` on can see when a sliding layer is full: until the next call, `start` can be computed again.
     pub(super) fn append(&mut self, start: usize, k: &[f32], v: &[f32]) {
         let stored = start - self.first;
         if let Some(window) = self.window {
@@ -156,62 +147,54 @@ impl LayerKv {
 
 impl Store {
     fn new(width: usize, precision: Precision) -> Self {
-        let data = match precision {
-            Precision::Float32 => Data::F32(Vec::new()),
-            Precision::Bfloat16 => Data::Bf16(Vec::new()),
-        };
-        Self { width, data }
+        Self { width, dtype: dtype(precision), bytes: Vec::new() }
     }
 
-    fn precision(&self) -> Precision {
-        match self.data {
-            Data::F32(_) => Precision::Float32,
-            Data::Bf16(_) => Precision::Bfloat16,
-        }
-    }
-
-    fn bytes(&self) -> usize {
-        match &self.data {
-            Data::F32(data) => data.capacity() * 4,
-            Data::Bf16(data) => data.capacity() * 2,
-        }
-    }
-
-    /// Every row.
-    pub(super) fn rows(&self) -> Rows<'_> {
-        match &self.data {
-            Data::F32(data) => Rows::F32(data),
-            Data::Bf16(data) => Rows::Bf16(data),
-        }
+    /// The packed values of row `row` at `columns`.
+    pub(super) fn part(&self, row: usize, columns: Range<usize>) -> &[u8] {
+        let at = |column| (row * self.width + column) * self.dtype.block_bytes();
+        &self.bytes[at(columns.start)..at(columns.end)]
     }
 
     /// Every row as f32.
     pub(super) fn to_f32(&self) -> Vec<f32> {
-        match &self.data {
-            Data::F32(data) => data.clone(),
-            Data::Bf16(data) => data.iter().map(|&bits| bf16::from_bits(bits).to_f32()).collect(),
-        }
+        let mut out = vec![0.0; self.bytes.len() / self.dtype.block_bytes()];
+        rows::decode(self.dtype, &self.bytes, &mut out);
+        out
     }
 
     /// `values` were rounded to the store's precision before.
     fn extend(&mut self, values: &[f32]) {
-        match &mut self.data {
-            Data::F32(data) => data.extend_from_slice(values),
-            Data::Bf16(data) => data.extend(values.iter().map(|&x| bf16::from_f32(x).to_bits())),
+        let end = self.bytes.len();
+        self.bytes.resize(end + values.len() * self.dtype.block_bytes(), 0);
+        let new = &mut self.bytes[end..];
+        if self.dtype == DType::F32 {
+            for (out, x) in new.chunks_exact_mut(4).zip(values) {
+                out.copy_from_slice(&x.to_le_bytes());
+            }
+        } else {
+            for (out, x) in new.chunks_exact_mut(2).zip(values) {
+                out.copy_from_slice(&((x.to_bits() >> 16) as u16).to_le_bytes());
+            }
         }
     }
 
     fn drop_front(&mut self, rows: usize) {
-        match &mut self.data {
-            Data::F32(data) => drop(data.drain(..rows * self.width)),
-            Data::Bf16(data) => drop(data.drain(..rows * self.width)),
-        }
+        self.bytes.drain(..rows * self.row_bytes());
     }
 
     fn truncate(&mut self, rows: usize) {
-        match &mut self.data {
-            Data::F32(data) => data.truncate(rows * self.width),
-            Data::Bf16(data) => data.truncate(rows * self.width),
-        }
+        self.bytes.truncate(rows * self.row_bytes());
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.width * self.dtype.block_bytes()
+    }
+}
+
+fn dtype(precision: Precision) -> DType {
+    match precision {
+        Precision::Float32 => DType::F32,
+        Precision::Bfloat16 => DType::Bf16,
     }
 }

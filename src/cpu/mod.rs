@@ -2,6 +2,7 @@
 //! same results up to the order of additions, on all cores.
 
 pub mod reference;
+mod fast;
 mod kv;
 mod rope;
 mod rows;
@@ -11,8 +12,7 @@ pub use rope::{Rope, RopeTable};
 
 use std::sync::Arc;
 
-use half::bf16;
-
+use self::fast::Engine;
 use crate::{
     cancel::Cancel,
     config::FlintConfig,
@@ -37,7 +37,12 @@ impl Precision {
     pub fn round(self, x: f32) -> f32 {
         match self {
             Self::Float32 => x,
-            Self::Bfloat16 => bf16::from_f32(x).to_f32(),
+            Self::Bfloat16 => {
+                // As half's conversion, without a branch, so that loops over it are vectorised.
+                let bits = x.to_bits();
+                let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) & 0xFFFF_0000;
+                f32::from_bits(if x.is_nan() { bits & 0xFFFF_0000 | 0x40_0000 } else { rounded })
+            }
         }
     }
 }
@@ -78,6 +83,8 @@ pub struct CpuModel {
     weights: Arc<Weights>,
     precision: Precision,
     rope: Rope,
+    /// `None` on the reference path.
+    engine: Option<Engine>,
 }
 
 impl CpuModel {
@@ -86,8 +93,12 @@ impl CpuModel {
         if options.threads == Some(0) {
             return Err(Error::value("threads", "0", "1 or more"));
         }
+        let engine = match options.path {
+            Path::Reference => None,
+            Path::Fast => Some(Engine::new(options.threads)?),
+        };
         let rope = Rope::new(&weights.config);
-        Ok(Self { weights, precision: options.precision, rope })
+        Ok(Self { weights, precision: options.precision, rope, engine })
     }
 
     /// The dimensions.
@@ -138,8 +149,11 @@ impl CpuModel {
                 Positions::Last if i + 1 < blocks => Positions::None,
                 positions => positions,
             };
-            let weights = &self.weights;
-            logits.extend(reference::forward_block(weights, &self.rope, self.precision, kv, block, positions, cancel)?);
+            let (weights, rope, precision) = (&self.weights, &self.rope, self.precision);
+            logits.extend(match &self.engine {
+                None => reference::forward_block(weights, rope, precision, kv, block, positions, cancel)?,
+                Some(engine) => engine.forward_block(weights, rope, precision, kv, block, positions, cancel)?,
+            });
             kv.len += block.len();
         }
         Ok(logits)

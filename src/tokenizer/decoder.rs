@@ -50,8 +50,10 @@ fn decode_certain(bytes: &[u8]) -> (String, usize) {
         text.push_str(chunk.valid());
         used += chunk.valid().len();
         let invalid = chunk.invalid();
-        // No error length: the bytes end inside a sequence that is right so far.
-        if !invalid.is_empty() && std::str::from_utf8(invalid).is_err_and(|e| e.error_len().is_some()) {
+        // No error length: right so far. Followed by another byte it is wrong all the same.
+        let at_end = used + invalid.len() == bytes.len();
+        let incomplete = at_end && std::str::from_utf8(invalid).is_err_and(|e| e.error_len().is_none());
+        if !invalid.is_empty() && !incomplete {
             text.push(char::REPLACEMENT_CHARACTER);
             used += invalid.len();
         }

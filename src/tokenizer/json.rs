@@ -267,7 +267,7 @@ impl<'a> SideFiles<'a> {
         Ok(ends)
     }
 
-    /// chat_template.jinja, or the template in tokenizer_config.json: one, or a list of named ones with a default.
+    /// `chat_template.jinja`, or the template in `tokenizer_config.json`: one, or a list of named ones with a default.
     fn chat_template(&self) -> Result<Option<String>> {
         let file = self.folder.join("chat_template.jinja");
         if let Some(bytes) = read_if_there(&file)? {

@@ -56,7 +56,8 @@ pub enum ControlTokens {
 pub struct Tokenizer {
     /// Knows the ordinary tokens only, so that no text can be merged into a control or user-defined one.
     bpe: BPE,
-    pre_tokenizer: Vec<PreTokenizerWrapper>,
+    /// Text to byte-level pieces.
+    steps: Vec<PreTokenizerWrapper>,
     /// The control and user-defined tokens and how they are found in text.
     added: AddedVocabulary,
     kinds: Vec<TokenKind>,
@@ -119,7 +120,7 @@ impl Tokenizer {
             .map_err(|e| broken("added tokens", e))?;
         Ok(Self {
             bpe,
-            pre_tokenizer: pre_tokenizer(),
+            steps: pre_tokenizer(),
             added: vocabulary,
             kinds,
             bytes,
@@ -140,7 +141,7 @@ impl Tokenizer {
             ControlTokens::Parse => self.added.extract_and_normalize(None::<&NormalizerWrapper>, text),
         };
         let failed = |error: tokenizers::Error| Error::value("text", error.to_string(), "text that can be split");
-        for step in &self.pre_tokenizer {
+        for step in &self.steps {
             step.pre_tokenize(&mut pieces).map_err(failed)?;
         }
         pieces.tokenize(|piece| self.bpe.tokenize(piece.get())).map_err(failed)?;

@@ -1,6 +1,8 @@
 //! Checkpoints built byte by byte, from the formats' descriptions and not with the readers' own code.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub mod hostile;
+
 use std::fmt::Write as _;
 
 /// Value types of GGUF by their number in the file.
@@ -97,7 +99,7 @@ impl GgufFile {
         }
     }
 
-    /// The smallest Flint whose configuration is accepted: three layers, the last of them MoE. It has two tensors.
+    /// The smallest Flint whose configuration is accepted: three layers, the last of them of experts. It has two tensors.
     pub fn flint() -> Self {
         let mut file = Self::empty();
         file.keys = vec![("general.architecture".into(), string_value("flint"))];
@@ -162,7 +164,7 @@ impl GgufFile {
         self
     }
 
-    /// The file. Data goes where the offsets say while those are sane, so that only the header is wrong.
+    /// The file. Data goes where the offsets say, and nowhere when they point far away.
     pub fn bytes(&self) -> Vec<u8> {
         let mut out = self.header();
         if self.tensors.is_empty() {
@@ -170,8 +172,8 @@ impl GgufFile {
         }
         let start = out.len().next_multiple_of(self.alignment);
         out.resize(start, 0);
-        for tensor in &self.tensors {
-            let at = start + tensor.offset.min(1 << 20) as usize;
+        for tensor in self.tensors.iter().filter(|tensor| tensor.offset < 1 << 20) {
+            let at = start + tensor.offset as usize;
             out.resize(out.len().max(at + tensor.data.len()), 0);
             out[at..at + tensor.data.len()].copy_from_slice(&tensor.data);
         }

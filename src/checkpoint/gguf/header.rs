@@ -21,6 +21,21 @@ const MAX_KEY_BYTES: usize = 65535;
 const MAX_TENSOR_NAME_BYTES: usize = 64;
 const MAX_DIMENSIONS: u32 = 4;
 const DEFAULT_ALIGNMENT: u64 = 32;
+/// Types that people share and this version does not read, so that an error can say what the file is.
+const GGML_NAMES: [(u32, &str); 12] = [
+    (2, "Q4_0"),
+    (3, "Q4_1"),
+    (6, "Q5_0"),
+    (7, "Q5_1"),
+    (10, "Q2_K"),
+    (11, "Q3_K"),
+    (12, "Q4_K"),
+    (13, "Q5_K"),
+    (14, "Q6_K"),
+    (20, "IQ4_NL"),
+    (23, "IQ4_XS"),
+    (39, "MXFP4"),
+];
 /// The largest page size in common use; nothing gains from a larger alignment.
 const MAX_ALIGNMENT: u64 = 65536;
 
@@ -96,6 +111,9 @@ impl Part {
             value.and_then(Value::as_u64).ok_or_else(|| Error::format(path, key, "an integer from 0", found))
         };
         let count = integer("split.count", Some(count))?;
+        if count == 0 {
+            return Err(Error::format(path, "split.count", "at least 1", "0"));
+        }
         if count == 1 {
             return Ok(None);
         }
@@ -127,14 +145,10 @@ fn keys(reader: &mut Reader, count: usize) -> Result<BTreeMap<String, Value>> {
 
 fn alignment(path: &Path, metadata: &BTreeMap<String, Value>) -> Result<u64> {
     let key = "general.alignment";
-    match metadata.get(key) {
-        None => Ok(DEFAULT_ALIGNMENT),
-        Some(&Value::Unsigned(value)) if value.is_power_of_two() && (8..=MAX_ALIGNMENT).contains(&value) => Ok(value),
-        Some(other) => {
-            let expected = format!("a power of two from 8 to {MAX_ALIGNMENT}");
-            Err(Error::format(path, key, expected, other.describe()))
-        }
-    }
+    let Some(value) = metadata.get(key) else { return Ok(DEFAULT_ALIGNMENT) };
+    let accepted = value.as_u64().filter(|value| value.is_power_of_two() && (8..=MAX_ALIGNMENT).contains(value));
+    let expected = format!("a power of two from 8 to {MAX_ALIGNMENT}");
+    accepted.ok_or_else(|| Error::format(path, key, expected, value.describe()))
 }
 
 fn describe<'a>(reader: &mut Reader<'a>, index: usize, alignment: u64) -> Result<Description<'a>> {
@@ -178,7 +192,8 @@ fn tensor_type(number: u32) -> Result<DType, (&'static str, String)> {
         40 => DType::Nvfp4,
         other => {
             let known = "tensor type 0 (F32), 1 (F16), 8 (Q8_0), 30 (BF16) or 40 (NVFP4)";
-            return Err((known, format!("tensor type {other}")));
+            let name = GGML_NAMES.iter().find(|(number, _)| *number == other).map(|(_, name)| format!(" ({name})"));
+            return Err((known, format!("tensor type {other}{}", name.unwrap_or_default())));
         }
     })
 }

@@ -5,9 +5,9 @@ use std::path::Path;
 use super::Value;
 use crate::error::{Error, Result};
 
-/// Array elements that one file's metadata may hold in total, because each costs 32 bytes once parsed: about five times
+/// Array elements that one file's metadata may hold in total, because each costs 32 bytes once parsed: about four times
 /// what the 150 thousand tokens of Flint need for their texts, types and merges.
-const MAX_ARRAY_ELEMENTS: usize = 1 << 22;
+const MAX_ARRAY_ELEMENTS: usize = 1 << 21;
 
 const STRING: u32 = 8;
 const ARRAY: u32 = 9;

@@ -69,7 +69,7 @@ pub fn attention(
 }
 
 /// exp(x - max) / (sum of exp(x - max) + exp(sink - max)), the maximum over `row` and `sink`.
-fn softmax_with_sink(row: &mut [f32], sink: f32) {
+pub(in crate::cpu) fn softmax_with_sink(row: &mut [f32], sink: f32) {
     let max = row.iter().copied().fold(sink, f32::max);
     for x in row.iter_mut() {
         *x = (*x - max).exp();

@@ -10,6 +10,7 @@ mod mlp;
 mod norm;
 mod project;
 
+pub(super) use attention::softmax_with_sink;
 pub use attention::{Cache, attention};
 pub use mlp::{Routes, moe, router_top_k, silu, swiglu, swiglu_act};
 pub use norm::{qk_norm_rope, rms_norm_residual};

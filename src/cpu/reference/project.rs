@@ -4,7 +4,7 @@ use crate::{
     cancel::Cancel,
     cpu::{
         Precision,
-        rows::{decode_row, scale},
+        rows::{self, scale},
     },
     error::Result,
     weights::Matrix,
@@ -37,7 +37,8 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
 pub fn embed(embedding: &Matrix, tokens: &[u32], precision: Precision) -> Vec<f32> {
     let mut out = vec![0.0; tokens.len() * embedding.cols];
     for (out, &token) in out.chunks_exact_mut(embedding.cols).zip(tokens) {
-        decode_row(embedding, token as usize, out);
+        let (dtype, bytes) = rows::row(embedding, token as usize);
+        rows::decode(dtype, bytes, out);
         for out in out {
             *out = precision.round(*out * scale(embedding));
         }
@@ -54,7 +55,8 @@ pub fn project(matrix: &Matrix, x: &[f32], precision: Precision, cancel: &Cancel
     let mut out = vec![0.0; x.len() / matrix.cols * matrix.rows];
     for n in 0..matrix.rows {
         cancel.check()?;
-        decode_row(matrix, n, &mut row);
+        let (dtype, bytes) = rows::row(matrix, n);
+        rows::decode(dtype, bytes, &mut row);
         for (out, x) in out.chunks_exact_mut(matrix.rows).zip(x.chunks_exact(matrix.cols)) {
             out[n] = precision.round(dot(&row, x) * scale);
         }

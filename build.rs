@@ -1,0 +1,105 @@
+//! Compiles every `cuda/*.cu` to a fatbin in `OUT_DIR`, for the feature `cuda`.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+    thread,
+};
+
+/// A100 and RTX 30/40; H100 and H200; B200, GB200 and GB300; RTX 50, RTX PRO 6000 and DGX Spark.
+const TARGETS: [&str; 4] = ["80", "90a", "100f", "120f"];
+
+/// Prints the folder of the nvcc that the wheels `nvidia-cuda-nvcc` and companions install, or nothing.
+const FIND_WHEEL: &str = "import importlib.util as u, pathlib as p; s = u.find_spec('nvidia'); \
+    print(*[n for d in (s.submodule_search_locations if s else ()) for n in p.Path(d).glob('cu13/bin/nvcc')][:1])";
+
+fn main() -> ExitCode {
+    println!("cargo::rerun-if-changed=build.rs");
+    if env::var_os("CARGO_FEATURE_CUDA").is_none() {
+        return ExitCode::SUCCESS;
+    }
+    match compile_kernels() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            for line in message.lines() {
+                println!("cargo::error={line}");
+            }
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn compile_kernels() -> Result<(), String> {
+    let out_dir = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo did not set OUT_DIR")?);
+    let nvcc = find_nvcc()?;
+    // The folder as a whole, so that a new file is noticed; headers come from each file's dependency list.
+    println!("cargo::rerun-if-changed=cuda");
+    let mut sources = Vec::new();
+    for entry in fs::read_dir("cuda").map_err(|e| format!("cuda: {e}"))? {
+        let path = entry.map_err(|e| format!("cuda: {e}"))?.path();
+        if path.extension().is_some_and(|e| e == "cu") {
+            sources.push(path);
+        }
+    }
+    let results = thread::scope(|scope| {
+        let jobs: Vec<_> = sources.iter().map(|source| scope.spawn(|| compile(&nvcc, source, &out_dir))).collect();
+        jobs.into_iter().map(|job| job.join().expect("a compile thread does not panic")).collect::<Vec<_>>()
+    });
+    let errors: Vec<String> = results.into_iter().filter_map(Result::err).collect();
+    if errors.is_empty() { Ok(()) } else { Err(errors.join("\n")) }
+}
+
+fn compile(nvcc: &Path, source: &Path, out_dir: &Path) -> Result<(), String> {
+    let fatbin = out_dir.join(source.file_name().ok_or("a source has a name")?).with_extension("fatbin");
+    let depfile = fatbin.with_extension("d");
+    let mut command = Command::new(nvcc);
+    command.args(["-fatbin", "-std=c++17", "-O3", "-lineinfo", "-compress-mode=size", "-MMD", "-MF"]).arg(&depfile);
+    // A spill costs more than any tuning gains and shows up nowhere else, so it is an error.
+    command.arg("-Xptxas=-warn-spills,-warn-lmem-usage,-Werror");
+    for target in TARGETS {
+        command.arg("-gencode").arg(format!("arch=compute_{target},code=sm_{target}"));
+    }
+    let output = command.arg("-o").arg(&fatbin).arg(source).output().map_err(|e| format!("{}: {e}", nvcc.display()))?;
+    if !output.status.success() {
+        let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        return Err(format!("{} failed on {}:\n{stdout}{stderr}", nvcc.display(), source.display()));
+    }
+    let dependencies = fs::read_to_string(&depfile).map_err(|e| format!("{}: {e}", depfile.display()))?;
+    // `target: file file \` in make's syntax; -MMD leaves system headers out.
+    let files = dependencies.split_once(": ").map_or("", |(_, files)| files);
+    for file in files.split_whitespace().filter(|&word| word != "\\") {
+        println!("cargo::rerun-if-changed={file}");
+    }
+    Ok(())
+}
+
+/// An explicit variable, `CUDA_HOME`, `PATH`, then the wheels in the building interpreter.
+fn find_nvcc() -> Result<PathBuf, String> {
+    for variable in ["FLINT_RS_NVCC", "CUDA_HOME", "PATH", "PYO3_PYTHON"] {
+        println!("cargo::rerun-if-env-changed={variable}");
+    }
+    // A variable that points nowhere is an error: falling through would build with another compiler than the one asked for.
+    for (variable, below) in [("FLINT_RS_NVCC", ""), ("CUDA_HOME", "bin/nvcc")] {
+        if let Some(value) = env::var_os(variable).filter(|value| !value.is_empty()) {
+            let nvcc = if below.is_empty() { PathBuf::from(value) } else { Path::new(&value).join(below) };
+            return if nvcc.is_file() { Ok(nvcc) } else { Err(format!("{variable}: no file {}", nvcc.display())) };
+        }
+    }
+    let path = env::var_os("PATH").unwrap_or_default();
+    if let Some(nvcc) = env::split_paths(&path).map(|folder| folder.join("nvcc")).find(|nvcc| nvcc.is_file()) {
+        return Ok(nvcc);
+    }
+    for python in env::var_os("PYO3_PYTHON").into_iter().chain(["python3".into()]) {
+        if let Ok(output) = Command::new(python).args(["-c", FIND_WHEEL]).output() {
+            let nvcc = PathBuf::from(String::from_utf8_lossy(&output.stdout).trim());
+            if nvcc.is_file() {
+                return Ok(nvcc);
+            }
+        }
+    }
+    Err("nvcc was not found. Give one of: FLINT_RS_NVCC (the compiler), CUDA_HOME (a toolkit's folder), nvcc on PATH, \
+         or the wheels nvidia-cuda-nvcc, -crt, -runtime, -cccl and nvidia-nvvm ==13.0.* in PYO3_PYTHON, else python3 \
+         (`make build-env` installs them). Or build for the CPU alone with --no-default-features."
+        .into())
+}

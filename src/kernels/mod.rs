@@ -1,0 +1,30 @@
+//! Every CUDA kernel once: symbol, argument struct, launch geometry, bytes moved. No driver, so all of it is tested
+//! without a GPU.
+
+mod expand;
+
+use std::ffi::CStr;
+
+pub use expand::*;
+
+/// What a loaded kernel must match.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kernel {
+    /// Its `extern "C"` name.
+    pub symbol: &'static CStr,
+    /// Bytes of its one argument, a struct passed by value.
+    pub args_bytes: usize,
+    /// Whether it waits for the kernels before it, and so may be launched before they end.
+    pub pdl: bool,
+}
+
+/// The shape and the price of one launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// Thread blocks.
+    pub grid: u32,
+    /// Threads of each.
+    pub block: u32,
+    /// Bytes that it has to read and write.
+    pub bytes: u64,
+}

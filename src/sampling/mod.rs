@@ -1,0 +1,16 @@
+//! From logits to a token: the parameters of a request, their validation, and the reference sampler.
+//!
+//! The order is vLLM's: logit bias, allowed and banned tokens, end tokens hidden by `min_tokens`; repetition, frequency
+//! and presence penalty; temperature, `min_p`, `top_k`, `top_p`; the draw.
+
+mod logprobs;
+mod params;
+mod rng;
+mod sampler;
+mod select;
+
+pub use self::{
+    logprobs::{Logprob, TokenLogprobs},
+    params::{MAX_LOGPROBS, SamplingParams},
+    sampler::{Sampled, Sampler},
+};
