@@ -47,8 +47,9 @@ pub fn parameter_count(config: &FlintConfig) -> ParameterCount {
             Shape::Matrix(rows, cols) | Shape::Router(rows, cols) => (rows * cols, rows * cols),
             Shape::Experts(n, rows, cols) => (n * rows * cols, config.n_experts_per_token * rows * cols),
         };
-        count.total += total as u64;
-        count.active += active as u64;
+        // A header may claim more than there can be; each part fits 64 bits, their sum need not.
+        count.total = count.total.saturating_add(total as u64);
+        count.active = count.active.saturating_add(active as u64);
     }
     count
 }
