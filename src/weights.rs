@@ -16,6 +16,7 @@ use rayon::prelude::*;
 pub use self::matrix::{Matrix, MatrixData};
 pub(crate) use self::{
     list::{Shape, Spec},
+    matrix::decode,
     source::Source,
 };
 use crate::{

@@ -5,7 +5,6 @@ pub mod reference;
 mod fast;
 mod kv;
 mod rope;
-mod rows;
 
 pub use kv::Kv;
 pub use rope::{Rope, RopeTable};
@@ -176,5 +175,23 @@ impl CpuModel {
             return Err(Error::value("tokens", found, format!("at most {} in the context", config.context_length)));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_equals_half() {
+        let mut bits = 1_u32;
+        for _ in 0..1_000_000 {
+            bits = bits.wrapping_mul(0x9E37_79B1).wrapping_add(0x1234_5677);
+            for x in [bits, bits & 0xFFFF_8000, bits | 0x7F80_0000].map(f32::from_bits) {
+                let expected = half::bf16::from_f32(x).to_f32();
+                assert_eq!(Precision::Bfloat16.round(x).to_bits(), expected.to_bits(), "{x:?} {:#x}", x.to_bits());
+                assert_eq!(Precision::Float32.round(x).to_bits(), x.to_bits());
+            }
+        }
     }
 }

@@ -187,3 +187,6 @@ impl Pass<'_> {
         )
     }
 }
+
+#[cfg(test)]
+mod tests;
