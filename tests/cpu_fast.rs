@@ -4,7 +4,7 @@ mod cpu_support;
 
 use std::{sync::Arc, thread, time::Duration};
 
-use cpu_support::{Kind, Random, configs, mean_kl, weights};
+use cpu_support::{Kind, Random, configs, median_kl, weights};
 use flint_rs::{
     Error,
     cancel::Cancel,
@@ -40,12 +40,12 @@ fn equals_the_reference() {
             for (i, (x, y)) in run(Precision::Float32, Path::Fast).iter().zip(&exact).enumerate() {
                 assert!((x - y).abs() <= 2e-5 * largest, "{kind:?} {config:?}: {x} for {y} at {i}");
             }
-            // Two runs that round at the same points differ from fp32 by the same noise, not by the same bits: an expert may be
-            // chosen otherwise.
+            // Two runs that round at the same points differ from fp32 by the same noise, not by the same bits. The median,
+            // because a choice of experts that falls otherwise at one position says nothing.
             let vocab = config.vocab_size;
-            let reference = mean_kl(&exact, &run(Precision::Bfloat16, Path::Reference), vocab);
-            let fast = mean_kl(&exact, &run(Precision::Bfloat16, Path::Fast), vocab);
-            assert!(fast <= 3.0 * reference + 1e-4, "{kind:?} {config:?}: KL {fast}, reference {reference}");
+            let reference = median_kl(&exact, &run(Precision::Bfloat16, Path::Reference), vocab);
+            let fast = median_kl(&exact, &run(Precision::Bfloat16, Path::Fast), vocab);
+            assert!(fast <= 2.0 * reference, "{kind:?} {config:?}: KL {fast}, reference {reference}");
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The inner loops in AVX2 with FMA and F16C. What each computes is said in [`super::simd::Isa`], which also checks the bounds
 //! that [`tile`] relies on.
+#![allow(clippy::wildcard_imports)] // The intrinsics are better known by name than by import.
 
 use std::arch::x86_64::*;
 

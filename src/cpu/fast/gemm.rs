@@ -80,6 +80,9 @@ pub(super) struct Workspace {
 }
 
 impl Workspace {
+    /// Its size in f32 values.
+    pub(super) const VALUES: usize = 2 * PANEL_DEPTH * TILE_COLS;
+
     pub(super) fn new() -> Self {
         Self { rows: vec![0.0; PANEL_DEPTH * TILE_COLS], panel: vec![0.0; PANEL_DEPTH * TILE_COLS] }
     }

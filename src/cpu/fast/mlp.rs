@@ -14,7 +14,7 @@ use crate::{
     weights::SwiGlu,
 };
 
-/// Tokens that go through one SwiGLU.
+/// Tokens that go through one `SwiGlu`.
 struct Batch<'a> {
     weights: &'a SwiGlu,
     /// Token and routing weight.

@@ -101,7 +101,7 @@ impl Isa {
         dispatch!(self, softmax(row, scale, sink, precision));
     }
 
-    /// gate = round(silu(gate * gate_scale) * (up * up_scale)).
+    /// `gate = round(silu(gate * gate_scale) * (up * up_scale))`.
     pub fn silu_mul(self, gate: &mut [f32], gate_scale: f32, up: &[f32], up_scale: f32, precision: Precision) {
         assert_eq!(gate.len(), up.len());
         dispatch!(self, silu_mul(gate, gate_scale, up, up_scale, precision));

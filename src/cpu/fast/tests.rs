@@ -16,7 +16,7 @@ use crate::{
 const TYPES: [DType; 5] = [DType::F32, DType::F16, DType::Bf16, DType::Q8_0, DType::Nvfp4];
 const PRECISIONS: [Precision; 2] = [Precision::Float32, Precision::Bfloat16];
 
-/// SplitMix64 from a fresh seed, which is printed.
+/// `SplitMix64` from a fresh seed, which is printed.
 struct Random(u64);
 
 impl Random {

@@ -4,6 +4,9 @@ use crate::{cancel::Cancel, cpu::Precision, error::Result, weights::Matrix};
 
 /// The sum of `a[i] * b[i]` in fp32, over 16 interleaved partial sums that are then added pairwise: the error of a row of
 /// thousands stays near 1e-6 of the sum of magnitudes.
+///
+/// # Panics
+/// When the lengths differ.
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     let mut lanes = [0f32; 16];
