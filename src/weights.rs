@@ -19,6 +19,7 @@ pub use self::{
 };
 pub(crate) use self::{
     list::{Shape, Spec},
+    matrix::decode,
     source::Source,
 };
 use crate::{
