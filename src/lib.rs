@@ -14,6 +14,7 @@ pub mod config;
 pub mod weights;
 pub mod tokenizer;
 pub mod convert;
+pub mod inspect;
 pub mod sampling;
 pub mod stop;
 pub mod kernels;

@@ -13,7 +13,10 @@ use std::collections::BTreeMap;
 
 use rayon::prelude::*;
 
-pub use self::matrix::{Matrix, MatrixData};
+pub use self::{
+    list::{ParameterCount, parameter_count},
+    matrix::{Matrix, MatrixData},
+};
 pub(crate) use self::{
     list::{Shape, Spec},
     source::Source,
