@@ -14,6 +14,7 @@ pub mod config;
 pub mod weights;
 pub mod tokenizer;
 pub mod convert;
+pub mod inspect;
 pub mod sampling;
 pub mod stop;
 pub mod kernels;
@@ -21,5 +22,7 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod engine;
+#[cfg(feature = "python")]
+mod python;
 
 pub use error::{Error, Result};
