@@ -15,7 +15,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 .PHONY: demo test test-rust test-python test-gpu lint format fuzz bench-cpu wheel build-env clean help
 
 demo: .build/demo.stamp  ## Generate text with the model that ships
-	$(BUILD_VENV)/bin/flint-rs "def fibonacci(n):" --max-tokens 64 --temperature 0
+	$(BUILD_VENV)/bin/flint-rs "def fibonacci(n):" --max-tokens 120 --seed 1
 
 test: test-rust test-python  ## Run all tests, Rust and Python
 
