@@ -16,7 +16,8 @@ from transformers import FlintForCausalLM
 PROMPT_TOKENS = 150
 # transformers and llama.cpp agree within 8e-6 of the largest logit on such models.
 FP32_BOUND = 2e-5
-BF16_PROMPTS = 16
+# One prompt's divergence varies threefold: which tokens flip an expert is chance.
+BF16_PROMPTS = 12
 
 
 def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
@@ -64,19 +65,25 @@ def test_fp32_logits(model: FlintForCausalLM, source: str, device: str, request:
         assert relative(flint.logits(ids), reference.logits(model, ids)) <= FP32_BOUND
 
 
-@pytest.mark.parametrize("device", ["reference", "cpu"])
-def test_bf16_is_as_close_as_transformers_own(model: FlintForCausalLM, folder: Path, device: str) -> None:
+@pytest.fixture(scope="module")
+def exact(model: FlintForCausalLM) -> list[np.ndarray]:
+    return [reference.logits(model, prompt(seed)) for seed in range(BF16_PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def transformers_bf16_kl(folder: Path, exact: list[np.ndarray]) -> float:
     half = reference.runnable(FlintForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
     assert half.model.layers[-1].mlp.gate.weight.dtype == torch.float32
-    ours, theirs = [], []
+    return float(np.mean([mean_kl(rows, reference.logits(half, prompt(seed))) for seed, rows in enumerate(exact)]))
+
+
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+def test_bf16_is_as_close_as_transformers_own(
+    folder: Path, exact: list[np.ndarray], transformers_bf16_kl: float, device: str
+) -> None:
     with flint_rs.Flint(folder, device=device, dtype="bfloat16") as flint:
-        # One prompt's divergence varies threefold: which tokens flip an expert is chance.
-        for seed in range(BF16_PROMPTS):
-            ids = prompt(seed)
-            exact = reference.logits(model, ids)
-            ours.append(mean_kl(exact, flint.logits(ids)))
-            theirs.append(mean_kl(exact, reference.logits(half, ids)))
-    assert 0.0 < np.mean(ours) <= 1.1 * np.mean(theirs)
+        ours = np.mean([mean_kl(rows, flint.logits(prompt(seed))) for seed, rows in enumerate(exact)])
+    assert 0.0 < ours <= 1.1 * transformers_bf16_kl
 
 
 @pytest.mark.parametrize("device", ["reference", "cpu"])
