@@ -8,3 +8,11 @@ __device__ __forceinline__ void pdl_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+// Lets the next kernel in the stream start, up to its own wait. Called right after the wait, see pdl_wait: then, while
+// a kernel runs ahead of its wait, only its direct predecessor can still be running.
+__device__ __forceinline__ void pdl_launch() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

@@ -11,6 +11,7 @@ pub mod cancel;
 pub mod nvfp4;
 pub mod checkpoint;
 pub mod config;
+pub mod kv;
 pub mod weights;
 pub mod tokenizer;
 pub mod convert;

@@ -1,10 +1,12 @@
 //! Every CUDA kernel once: symbol, argument struct, launch geometry, bytes moved. No driver, so all of it is tested
 //! without a GPU.
 
+mod attention;
 mod expand;
 
 use std::ffi::CStr;
 
+pub use attention::*;
 pub use expand::*;
 
 /// What a loaded kernel must match.
