@@ -31,6 +31,7 @@
 
 #include "args_attention.h"
 #include "common.cuh"
+#include "math.cuh"
 #include "rope.cuh"
 
 namespace {

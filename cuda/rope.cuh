@@ -1,9 +1,9 @@
-// Norm and rotation of q and k, as src/cpu/reference/norm.rs has them: both round to bf16.
+// Rotation of q and k.
 #pragma once
 
-#include <cuda_bf16.h>
+#include <cstdint>
 
-__device__ __forceinline__ float round_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+#include "math.cuh"
 
 // cos and sin of the fp32 angle position * inv_freq. A double holds the angle's multiple of pi to 1e-11 and, less its
 // whole quarters, in fp32 to 2^-27: sincosf on such angles would need local memory.
@@ -16,11 +16,6 @@ __device__ __forceinline__ void rope_angle(uint32_t position, float inv_freq, fl
     const float swapped_cos = quadrant & 1 ? s : c, swapped_sin = quadrant & 1 ? c : s;
     cos = quadrant == 1 || quadrant == 2 ? -swapped_cos : swapped_cos;
     sin = quadrant & 2 ? -swapped_sin : swapped_sin;
-}
-
-// The factor of an RMS norm over n values.
-__device__ __forceinline__ float inverse_rms(float sum_of_squares, int n, float eps) {
-    return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum_of_squares, float(n)), eps)));
 }
 
 // One value of a rotated pair: x1 cos - x2 sin for the first (other = -x2), x2 cos + x1 sin for the second (other =
