@@ -2,10 +2,12 @@
 //! without a GPU.
 
 mod expand;
+mod load;
 
 use std::ffi::CStr;
 
 pub use expand::*;
+pub use load::*;
 
 /// What a loaded kernel must match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
