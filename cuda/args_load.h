@@ -14,3 +14,15 @@ struct SyntheticArgs {
 };
 static_assert(sizeof(SyntheticArgs) == 40 && offsetof(SyntheticArgs, n_elements) == 8 &&
               offsetof(SyntheticArgs, seed) == 24 && offsetof(SyntheticArgs, spread) == 32);
+
+struct RepackArgs {
+    const uint8_t* low;   // row g of strip s at ((s * row_step) + g) * row bytes; 16-byte aligned
+    const uint8_t* high;  // row g + 8, likewise
+    uint8_t* tiles;       // [strips, k_tiles] tiles of layout.cuh, 16-byte aligned
+    uint32_t strips;
+    uint32_t k_tiles;   // inputs / 512
+    uint32_t row_step;  // 16, or 8 where low and high are two matrices (gate and up)
+    uint32_t reserved;
+};
+static_assert(sizeof(RepackArgs) == 40 && offsetof(RepackArgs, tiles) == 16 && offsetof(RepackArgs, strips) == 24 &&
+              offsetof(RepackArgs, row_step) == 32);
