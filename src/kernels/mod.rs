@@ -3,11 +3,13 @@
 
 mod attention;
 mod expand;
+mod load;
 
 use std::ffi::CStr;
 
 pub use attention::*;
 pub use expand::*;
+pub use load::*;
 
 /// What a loaded kernel must match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
