@@ -21,10 +21,12 @@ pub struct Kernel {
 /// The shape and the price of one launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// Thread blocks.
-    pub grid: u32,
-    /// Threads of each.
+    /// Thread blocks along x, y and z.
+    pub grid: [u32; 3],
+    /// Threads of each, along x.
     pub block: u32,
+    /// Dynamic shared memory of each.
+    pub shared_bytes: u32,
     /// Bytes that it has to read and write.
     pub bytes: u64,
 }
