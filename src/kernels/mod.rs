@@ -1,6 +1,7 @@
 //! Every CUDA kernel once: symbol, argument struct, launch geometry, bytes moved. No driver, so all of it is tested
 //! without a GPU.
 
+pub mod decode;
 mod expand;
 
 use std::ffi::CStr;
