@@ -2,6 +2,7 @@
 //! without a GPU.
 
 mod attention;
+pub mod decode;
 mod expand;
 mod load;
 
