@@ -3,12 +3,14 @@
 
 mod attention;
 mod expand;
+mod general;
 mod load;
 
 use std::ffi::CStr;
 
 pub use attention::*;
 pub use expand::*;
+pub use general::*;
 pub use load::*;
 
 /// What a loaded kernel must match.
