@@ -23,6 +23,11 @@ macro_rules! image {
 
 /// Every `.cu` of this build.
 pub static IMAGES: &[Image] = &[
+    image!("decode_attention", [DECODE_ATTENTION]),
+    image!("general_attention", [GENERAL_QKV_FINISH, GENERAL_ATTENTION]),
+    image!("general_moe", [GENERAL_ROUTER, GENERAL_SWIGLU, GENERAL_EXPERTS_DOWN]),
+    image!("general_norm", [GENERAL_NORM]),
+    image!("general_project", [GENERAL_EMBED, GENERAL_PROJECT]),
     image!("nvfp4_expand", [NVFP4_EXPAND_BF16, NVFP4_EXPAND_F32]),
     image!("repack", [REPACK_NVFP4, REPACK_BF16]),
     image!("synthetic", [SYNTHETIC_F32, SYNTHETIC_BF16, SYNTHETIC_NVFP4]),

@@ -4,12 +4,14 @@
 mod attention;
 pub mod decode;
 mod expand;
+mod general;
 mod load;
 
 use std::ffi::CStr;
 
 pub use attention::*;
 pub use expand::*;
+pub use general::*;
 pub use load::*;
 
 /// What a loaded kernel must match.
