@@ -19,6 +19,7 @@ pub mod sampling;
 pub mod stop;
 pub mod tiles;
 pub mod kernels;
+pub mod plan;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod gpu;
