@@ -52,32 +52,46 @@ fn compile_kernels() -> Result<(), String> {
     if errors.is_empty() { Ok(()) } else { Err(errors.join("\n")) }
 }
 
+/// Puts the fatbin of `source` into `out_dir`. Cargo gives each profile and set of features its own `out_dir`, and runs this
+/// program anew when any kernel changed; so compiled kernels are kept beside them, and made again only when they changed.
 fn compile(nvcc: &Path, source: &Path, out_dir: &Path) -> Result<(), String> {
-    let fatbin = out_dir.join(source.file_name().ok_or("a source has a name")?).with_extension("fatbin");
-    let depfile = fatbin.with_extension("d");
+    let io = |path: &Path| {
+        let path = path.display().to_string();
+        move |e: io::Error| format!("{path}: {e}")
+    };
+    // The target folder, of target/PROFILE/build/PACKAGE/out.
+    let kept = out_dir.ancestors().nth(4).ok_or("OUT_DIR lies in a target folder")?.join("cuda");
+    fs::create_dir_all(&kept).map_err(io(&kept))?;
+    let name = Path::new(source.file_name().ok_or("a source has a name")?).with_extension("fatbin");
+    let (fatbin, new) = (kept.join(&name), out_dir.join(&name));
+    let depfile = new.with_extension("d");
     let mut command = Command::new(nvcc);
-    command.args(["-fatbin", "-std=c++17", "-O3", "-lineinfo", "-compress-mode=size", "-MMD", "-MF"]).arg(&depfile);
+    command.args(["-fatbin", "-std=c++17", "-O3", "-lineinfo", "-compress-mode=size"]).arg(source);
     // A spill costs more than any tuning gains and shows up nowhere else, so it is an error.
     command.arg("-Xptxas=-warn-spills,-warn-lmem-usage,-Werror");
-    println!("cargo::rerun-if-env-changed={TARGETS_VARIABLE}");
     let targets = env::var(TARGETS_VARIABLE).unwrap_or_else(|_| TARGETS.into());
     for target in targets.split_whitespace() {
         command.arg("-gencode").arg(format!("arch=compute_{target},code=sm_{target}"));
     }
-    command.arg("-o").arg(&fatbin).arg(source);
-    // Cargo runs this program anew when any kernel changed; those that did not are kept.
     let stamp = fatbin.with_extension("command");
     let line = format!("{command:?}");
-    let kept = fs::read_to_string(&stamp).is_ok_and(|last| last == line) && is_current(&fatbin, &depfile);
-    if !kept {
-        let output = command.output().map_err(|e| format!("{}: {e}", nvcc.display()))?;
+    let kept_depfile = fatbin.with_extension("d");
+    if !(fs::read_to_string(&stamp).is_ok_and(|last| last == line) && is_current(&fatbin, &kept_depfile)) {
+        let output = command.args(["-MMD", "-MF"]).arg(&depfile).arg("-o").arg(&new).output().map_err(io(nvcc))?;
         if !output.status.success() {
             let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
             return Err(format!("{} failed on {}:\n{stdout}{stderr}", nvcc.display(), source.display()));
         }
-        fs::write(&stamp, line).map_err(|e| format!("{}: {e}", stamp.display()))?;
+        // The stamp goes first and comes back last: what it vouches for is whole.
+        fs::remove_file(&stamp)
+            .or_else(|e| if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) })
+            .map_err(io(&stamp))?;
+        fs::copy(&depfile, &kept_depfile).map_err(io(&kept_depfile))?;
+        fs::copy(&new, &fatbin).map_err(io(&fatbin))?;
+        fs::write(&stamp, line).map_err(io(&stamp))?;
     }
-    for file in dependencies(&depfile).map_err(|e| format!("{}: {e}", depfile.display()))? {
+    fs::copy(&fatbin, &new).map_err(io(&new))?;
+    for file in dependencies(&kept_depfile).map_err(io(&kept_depfile))? {
         println!("cargo::rerun-if-changed={file}");
     }
     Ok(())
@@ -101,7 +115,7 @@ fn is_current(fatbin: &Path, depfile: &Path) -> bool {
 
 /// An explicit variable, `CUDA_HOME`, `PATH`, then the wheels in the building interpreter.
 fn find_nvcc() -> Result<PathBuf, String> {
-    for variable in ["FLINT_RS_NVCC", "CUDA_HOME", "PATH", "PYO3_PYTHON"] {
+    for variable in ["FLINT_RS_NVCC", "CUDA_HOME", "PATH", "PYO3_PYTHON", TARGETS_VARIABLE] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     // A variable that points nowhere is an error: falling through would build with another compiler than the one asked for.
