@@ -1,14 +1,16 @@
 //! Compiles every `cuda/*.cu` to a fatbin in `OUT_DIR`, for the feature `cuda`.
 
 use std::{
-    env, fs,
+    env, fs, io,
     path::{Path, PathBuf},
     process::{Command, ExitCode},
     thread,
 };
 
-/// A100 and RTX 30/40; H100 and H200; B200, GB200 and GB300; RTX 50, RTX PRO 6000 and DGX Spark.
-const TARGETS: [&str; 4] = ["80", "90a", "100f", "120f"];
+/// A100 and RTX 30/40; H100 and H200; B200, GB200 and GB300; RTX 50, RTX PRO 6000 and DGX Spark. A developer who works
+/// on one card may name its target alone in the variable.
+const TARGETS: &str = "80 90a 100f 120f";
+const TARGETS_VARIABLE: &str = "FLINT_RS_CUDA_TARGETS";
 
 /// Prints the folder of the nvcc that the wheels `nvidia-cuda-nvcc` and companions install, or nothing.
 const FIND_WHEEL: &str = "import importlib.util as u, pathlib as p; s = u.find_spec('nvidia'); \
@@ -57,21 +59,44 @@ fn compile(nvcc: &Path, source: &Path, out_dir: &Path) -> Result<(), String> {
     command.args(["-fatbin", "-std=c++17", "-O3", "-lineinfo", "-compress-mode=size", "-MMD", "-MF"]).arg(&depfile);
     // A spill costs more than any tuning gains and shows up nowhere else, so it is an error.
     command.arg("-Xptxas=-warn-spills,-warn-lmem-usage,-Werror");
-    for target in TARGETS {
+    println!("cargo::rerun-if-env-changed={TARGETS_VARIABLE}");
+    let targets = env::var(TARGETS_VARIABLE).unwrap_or_else(|_| TARGETS.into());
+    for target in targets.split_whitespace() {
         command.arg("-gencode").arg(format!("arch=compute_{target},code=sm_{target}"));
     }
-    let output = command.arg("-o").arg(&fatbin).arg(source).output().map_err(|e| format!("{}: {e}", nvcc.display()))?;
-    if !output.status.success() {
-        let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        return Err(format!("{} failed on {}:\n{stdout}{stderr}", nvcc.display(), source.display()));
+    command.arg("-o").arg(&fatbin).arg(source);
+    // Cargo runs this program anew when any kernel changed; those that did not are kept.
+    let stamp = fatbin.with_extension("command");
+    let line = format!("{command:?}");
+    let kept = fs::read_to_string(&stamp).is_ok_and(|last| last == line) && is_current(&fatbin, &depfile);
+    if !kept {
+        let output = command.output().map_err(|e| format!("{}: {e}", nvcc.display()))?;
+        if !output.status.success() {
+            let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+            return Err(format!("{} failed on {}:\n{stdout}{stderr}", nvcc.display(), source.display()));
+        }
+        fs::write(&stamp, line).map_err(|e| format!("{}: {e}", stamp.display()))?;
     }
-    let dependencies = fs::read_to_string(&depfile).map_err(|e| format!("{}: {e}", depfile.display()))?;
-    // `target: file file \` in make's syntax; -MMD leaves system headers out.
-    let files = dependencies.split_once(": ").map_or("", |(_, files)| files);
-    for file in files.split_whitespace().filter(|&word| word != "\\") {
+    for file in dependencies(&depfile).map_err(|e| format!("{}: {e}", depfile.display()))? {
         println!("cargo::rerun-if-changed={file}");
     }
     Ok(())
+}
+
+/// The files that nvcc read, from `target: file file \` in make's syntax.
+fn dependencies(depfile: &Path) -> io::Result<Vec<String>> {
+    let text = fs::read_to_string(depfile)?;
+    let files = text.split_once(": ").map_or("", |(_, files)| files);
+    Ok(files.split_whitespace().filter(|&word| word != "\\").map(Into::into).collect())
+}
+
+/// Whether `fatbin` is newer than everything it was made from.
+fn is_current(fatbin: &Path, depfile: &Path) -> bool {
+    let modified = |path: &Path| fs::metadata(path).and_then(|data| data.modified()).ok();
+    let Some(made) = modified(fatbin) else { return false };
+    dependencies(depfile).is_ok_and(|files| {
+        !files.is_empty() && files.iter().all(|file| modified(Path::new(file)).is_some_and(|changed| changed < made))
+    })
 }
 
 /// An explicit variable, `CUDA_HOME`, `PATH`, then the wheels in the building interpreter.

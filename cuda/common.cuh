@@ -1,5 +1,9 @@
-// What every kernel needs: the launch dependency of PDL.
+// What every kernel needs: the launch dependency of PDL, BF16 pairs, warp sums.
 #pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
 
 // Waits until the kernels before this one in the stream have ended and their writes are visible. Without the launch
 // attribute, and before sm_90, that is already so when the kernel starts.
@@ -8,3 +12,30 @@ __device__ __forceinline__ void pdl_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+// Lets the next kernel start, up to its own wait. Comes right after the wait: a kernel that runs ahead then knows that
+// all kernels but its direct predecessor have ended, so it may read whatever those wrote.
+__device__ __forceinline__ void pdl_launch() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ float round_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+// The sum over a warp, in every lane, always in the same order.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, offset);
+    return x;
+}
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }

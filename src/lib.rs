@@ -17,6 +17,7 @@ pub mod convert;
 pub mod inspect;
 pub mod sampling;
 pub mod stop;
+pub mod tiles;
 pub mod kernels;
 pub mod cpu;
 #[cfg(feature = "cuda")]

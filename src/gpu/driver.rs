@@ -1,6 +1,7 @@
 //! Device, memory, modules, and the one launch function.
 
 use std::{
+    cell::Cell,
     ffi::{c_int, c_void},
     mem::MaybeUninit,
     ptr,
@@ -20,6 +21,8 @@ use crate::{
 
 /// The oldest driver that loads what nvcc 13.0 makes.
 const MIN_DRIVER: c_int = 13_000;
+/// Dynamic shared memory that every kernel may use without asking.
+const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 
 /// The first GPU and its primary context, current on the thread that opened it; stays on that thread.
 #[derive(Clone)]
@@ -78,7 +81,7 @@ impl Device {
             let why = format!("its argument has {size} bytes, the Rust struct {}", kernel.args_bytes);
             return Err(Error::Device { what, why });
         }
-        Ok(Function { raw, kernel, _module: module })
+        Ok(Function { raw, kernel, shared_limit: Cell::new(DEFAULT_SHARED_BYTES), _module: module })
     }
 
     /// Device memory holding `bytes`.
@@ -141,6 +144,8 @@ impl Drop for Module {
 pub struct Function {
     raw: sys::CUfunction,
     kernel: Kernel,
+    /// Dynamic shared memory that a launch may ask for now.
+    shared_limit: Cell<u32>,
     _module: Module,
 }
 
@@ -159,19 +164,32 @@ impl Function {
             let why = format!("an argument of {found} bytes for {wanted}, or PDL for a kernel that does not wait");
             return Err(Error::Device { what, why });
         }
+        if launch.shared_bytes > self.shared_limit.get() {
+            // SAFETY: the function's module is loaded as long as `self` lives.
+            unsafe {
+                sys::cuFuncSetAttribute(
+                    self.raw,
+                    sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    launch.shared_bytes as c_int,
+                )
+            }
+            .result()
+            .map_err(failed(&what))?;
+            self.shared_limit.set(launch.shared_bytes);
+        }
         let mut attribute = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],
             value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
         let config = sys::CUlaunchConfig {
-            gridDimX: launch.grid,
-            gridDimY: 1,
-            gridDimZ: 1,
+            gridDimX: launch.grid[0],
+            gridDimY: launch.grid[1],
+            gridDimZ: launch.grid[2],
             blockDimX: launch.block,
             blockDimY: 1,
             blockDimZ: 1,
-            sharedMemBytes: 0,
+            sharedMemBytes: launch.shared_bytes,
             hStream: result::stream::null(),
             attrs: &raw mut attribute,
             numAttrs: pdl.into(),

@@ -17,3 +17,14 @@ macro_rules! fatbin {
 
 /// `cuda/nvfp4_expand.cu`.
 pub static NVFP4_EXPAND: &Fatbin = fatbin!("nvfp4_expand");
+
+/// `cuda/decode_linear.cu`.
+pub static DECODE_LINEAR: &Fatbin = fatbin!("decode_linear");
+/// `cuda/decode_router.cu`.
+pub static DECODE_ROUTER: &Fatbin = fatbin!("decode_router");
+/// `cuda/decode_experts_up.cu`.
+pub static DECODE_EXPERTS_UP: &Fatbin = fatbin!("decode_experts_up");
+/// `cuda/decode_down.cu`.
+pub static DECODE_DOWN: &Fatbin = fatbin!("decode_down");
+/// `cuda/decode_embed.cu`.
+pub static DECODE_EMBED: &Fatbin = fatbin!("decode_embed");

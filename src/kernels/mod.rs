@@ -1,6 +1,7 @@
 //! Every CUDA kernel once: symbol, argument struct, launch geometry, bytes moved. No driver, so all of it is tested
 //! without a GPU.
 
+pub mod decode;
 mod expand;
 
 use std::ffi::CStr;
@@ -21,10 +22,12 @@ pub struct Kernel {
 /// The shape and the price of one launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// Thread blocks.
-    pub grid: u32,
-    /// Threads of each.
+    /// Thread blocks along x, y and z.
+    pub grid: [u32; 3],
+    /// Threads of each, along x.
     pub block: u32,
+    /// Dynamic shared memory of each.
+    pub shared_bytes: u32,
     /// Bytes that it has to read and write.
     pub bytes: u64,
 }
