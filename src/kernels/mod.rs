@@ -3,10 +3,12 @@
 
 pub mod decode;
 mod expand;
+mod load;
 
 use std::ffi::CStr;
 
 pub use expand::*;
+pub use load::*;
 
 /// What a loaded kernel must match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
