@@ -23,6 +23,7 @@ macro_rules! image {
 
 /// Every `.cu` of this build.
 pub static IMAGES: &[Image] = &[
+    image!("decode_sample", [DECODE_SAMPLE]),
     image!("nvfp4_expand", [NVFP4_EXPAND_BF16, NVFP4_EXPAND_F32]),
     image!("repack", [REPACK_NVFP4, REPACK_BF16]),
     image!("synthetic", [SYNTHETIC_F32, SYNTHETIC_BF16, SYNTHETIC_NVFP4]),

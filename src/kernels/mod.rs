@@ -4,11 +4,13 @@
 pub mod decode;
 mod expand;
 mod load;
+mod sample;
 
 use std::ffi::CStr;
 
 pub use expand::*;
 pub use load::*;
+pub use sample::*;
 
 /// What a loaded kernel must match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
