@@ -15,6 +15,7 @@ pub mod kv;
 pub mod weights;
 pub mod tokenizer;
 pub mod convert;
+pub mod inspect;
 pub mod sampling;
 pub mod stop;
 pub mod tiles;

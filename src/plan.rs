@@ -11,7 +11,9 @@ mod types;
 use crate::{
     config::{Attention, FlintConfig, LayerKind, Mlp},
     error::{Error, Result},
-    kernels::{Args, AttentionSplits, Kernel, Launch, SAMPLE_GREEDY, SampleGreedyArgs, sample_greedy_launch},
+    kernels::{
+        Args, AttentionSplits, DECODE_SAMPLE, DecodeSampleArgs, Kernel, Launch, SAMPLE_VOCAB_MOST, decode_sample_launch,
+    },
     kv::{KvBlocks, PoolLayout},
     tiles::TileFormat,
 };
@@ -34,8 +36,22 @@ pub struct Limits {
     pub sequences: usize,
     /// Positions of each, at most the model's context length.
     pub context_tokens: usize,
-    /// Multiprocessors of the card; 132 on an H200.
+    /// Tokens that may be chosen, those of the tokenizer: at most the rows of the LM head.
+    pub vocab_tokens: usize,
+}
+
+/// What a plan needs to know of the card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Card {
+    /// Its multiprocessors.
     pub processors: usize,
+    /// Its compute capability before the point.
+    pub major: i32,
+}
+
+impl Card {
+    /// What a plan assumes without a GPU.
+    pub const H200: Self = Self { processors: 132, major: 9 };
 }
 
 /// Which kernels run the model; all of it takes one path.
@@ -131,8 +147,8 @@ pub struct Bases {
     pub kv_full: u64,
     /// Of the sliding layers' pool.
     pub kv_window: u64,
-    /// Of `[TOKEN_RING, 8]` u32 of host memory.
-    pub host_tokens: u64,
+    /// Of the sampler's records in host memory, `[TOKEN_RING, 8, 48]` u32.
+    pub records: u64,
 }
 
 /// Bytes of device memory, by what holds them.
@@ -171,6 +187,7 @@ pub struct Pools {
 pub struct Plan {
     config: FlintConfig,
     limits: Limits,
+    card: Card,
     path: Path,
     weights: WeightPlan,
     buffers: Buffers,
@@ -180,11 +197,11 @@ pub struct Plan {
 impl Plan {
     /// The plan for a model of these dimensions and types. Errors: [`Error::Value`] naming the limit that is out of range;
     /// [`Error::Unavailable`] for a model that neither path runs.
-    pub fn new(config: &FlintConfig, types: &Types, limits: Limits) -> Result<Self> {
+    pub fn new(config: &FlintConfig, types: &Types, limits: Limits, card: Card) -> Result<Self> {
         for (field, value, most) in [
             ("sequences", limits.sequences, MAX_ROWS),
             ("context_tokens", limits.context_tokens, config.context_length),
-            ("processors", limits.processors, 1 << 16),
+            ("vocab_tokens", limits.vocab_tokens, config.vocab_size.min(SAMPLE_VOCAB_MOST)),
         ] {
             if !(1..=most).contains(&value) {
                 return Err(Error::value(field, value.to_string(), format!("1 to {most}")));
@@ -198,6 +215,7 @@ impl Plan {
         Ok(Self {
             config: config.clone(),
             limits,
+            card,
             path,
             weights,
             buffers: Buffers::new(config, limits),
@@ -218,6 +236,11 @@ impl Plan {
     /// What it holds.
     pub fn limits(&self) -> Limits {
         self.limits
+    }
+
+    /// The card it is made for.
+    pub fn card(&self) -> Card {
+        self.card
     }
 
     /// Which kernels run it.
@@ -276,23 +299,26 @@ impl Plan {
     }
 
     fn sample(&self, bases: &Bases, rows: usize) -> Step {
-        let buffers = self.buffers.at(bases.buffers);
-        let vocab = self.config.vocab_size;
+        let (b, vocab) = (self.buffers.at(bases.buffers), self.limits.vocab_tokens);
+        let launch = decode_sample_launch(rows, vocab, self.card.major);
         Step {
             operation: Operation::Sample,
             layer: self.config.layers.len(),
-            kernel: SAMPLE_GREEDY,
-            launch: sample_greedy_launch(rows, vocab),
-            args: Args::SampleGreedy(SampleGreedyArgs {
-                logits: buffers.logits,
-                tokens: buffers.tokens,
-                positions: buffers.positions,
-                host_tokens: bases.host_tokens,
-                best: buffers.sample_best,
-                counters: buffers.sample_counters,
+            kernel: DECODE_SAMPLE,
+            launch,
+            args: Args::DecodeSample(DecodeSampleArgs {
+                logits: b.logits,
+                rows: b.sample_rows,
+                masks: b.sample_masks,
+                bias: b.sample_bias,
+                seen: b.sample_seen,
+                workspace: if launch.shared_bytes == 0 { b.sample_workspace } else { 0 },
+                tokens: b.tokens,
+                positions: b.positions,
+                ring: bases.records,
                 vocab: vocab as u32,
-                logits_stride: vocab as u32,
-                ring: TOKEN_RING as u32,
+                logits_stride: self.config.vocab_size as u32,
+                ring_lines: TOKEN_RING as u32,
                 reserved: 0,
             }),
         }

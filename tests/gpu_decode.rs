@@ -127,7 +127,11 @@ impl Norm {
         let found = to_bf16s(&output(&self.buffers[4], len));
         assert_close("normed", &found, &normed, |i| bf16_step(normed[i]));
         let equal = found.iter().zip(&normed).filter(|(a, b)| a == b).count();
-        assert!(equal * 1000 >= normed.len() * 995, "{equal} of {} equal: only the order of a sum differs", normed.len());
+        assert!(
+            equal * 1000 >= normed.len() * 995,
+            "{equal} of {} equal: only the order of a sum differs",
+            normed.len()
+        );
         found
     }
 }
@@ -216,8 +220,7 @@ fn normed_product(family: &decode::Family, shape: LinearShape, after: After, row
                 continue;
             }
             let cancel = Cancel::default();
-            let products: Vec<Vec<f32>> =
-                matrices.iter().map(|m| project(m, &x, Float32, &cancel).unwrap()).collect();
+            let products: Vec<Vec<f32>> = matrices.iter().map(|m| project(m, &x, Float32, &cancel).unwrap()).collect();
             let values = if after == After::F32 { to_f32s(&found) } else { to_bf16s(&found) };
             for row in 0..rows {
                 let of = |m: usize| &products[m][row * matrices[m].rows..][..matrices[m].rows];
@@ -314,8 +317,7 @@ const DISTINCT: usize = 12;
 
 impl Moe {
     fn new(gpu: &Gpu, random: &mut Random, kind: Kind, format: TileFormat) -> Self {
-        let experts: Vec<SwiGlu> =
-            (0..DISTINCT).map(|_| swiglu_weights(random, kind, EXPERT_WIDTH, HIDDEN)).collect();
+        let experts: Vec<SwiGlu> = (0..DISTINCT).map(|_| swiglu_weights(random, kind, EXPERT_WIDTH, HIDDEN)).collect();
         let shared = swiglu_weights(random, kind, SHARED_WIDTH, HIDDEN);
         let router = matrix(random, Kind::F32, EXPERTS, HIDDEN);
         let all = |parts: &[Packed], scales: usize| {
@@ -454,7 +456,10 @@ fn moe_layer() {
                 ("act", &one.act, &eight.act),
                 ("delta", &one.delta, &eight.delta),
             ] {
-                assert!(eight[row * one.len()..][..one.len()] == one[..], "{name} of row {row} differs from the row alone");
+                assert!(
+                    eight[row * one.len()..][..one.len()] == one[..],
+                    "{name} of row {row} differs from the row alone"
+                );
             }
         }
     }
@@ -468,14 +473,14 @@ fn choices_at_the_edges() {
     let moe = Moe::new(&gpu, &mut random, kind, format);
     let edge = |f: &dyn Fn(usize) -> f32| (0..EXPERTS).map(f).collect::<Vec<f32>>();
     let rows = [
-        edge(&|_| 0.25),                                        // all equal: the first six
-        edge(&|e| if e < 250 { -3.0 } else { 2.0 }),            // the last six, equal
-        edge(&|e| if e % 51 == 7 { 40.0 } else { 30.0 }),       // scores that round to 1 for all
-        edge(&|_| -200.0),                                      // scores of 0 for all but ...
-        edge(&|e| (e as f32 * 0.7).sin()),                      // distinct
-        edge(&|e| if e >= 3 && e < 9 { 1.0 } else { -1.0 }),    // across two lanes
-        edge(&|e| -(e as f32)),                                 // falling
-        edge(&|e| e as f32 / 64.0),                             // rising
+        edge(&|_| 0.25),                                     // all equal: the first six
+        edge(&|e| if e < 250 { -3.0 } else { 2.0 }),         // the last six, equal
+        edge(&|e| if e % 51 == 7 { 40.0 } else { 30.0 }),    // scores that round to 1 for all
+        edge(&|_| -200.0),                                   // scores of 0 for all but ...
+        edge(&|e| (e as f32 * 0.7).sin()),                   // distinct
+        edge(&|e| if e >= 3 && e < 9 { 1.0 } else { -1.0 }), // across two lanes
+        edge(&|e| -(e as f32)),                              // falling
+        edge(&|e| e as f32 / 64.0),                          // rising
     ];
     let mut logits = rows.concat();
     // ... the row whose scores underflow: six of them do not.

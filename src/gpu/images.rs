@@ -51,13 +51,13 @@ pub static IMAGES: &[Image] = &[
         ]
     ),
     image!("decode_router", [], [decode::DECODE_ROUTER]),
+    image!("decode_sample", [kernels::DECODE_SAMPLE], []),
     image!("general_attention", [kernels::GENERAL_QKV_FINISH, kernels::GENERAL_ATTENTION], []),
     image!("general_moe", [kernels::GENERAL_ROUTER, kernels::GENERAL_SWIGLU, kernels::GENERAL_EXPERTS_DOWN], []),
     image!("general_norm", [kernels::GENERAL_NORM], []),
     image!("general_project", [kernels::GENERAL_EMBED, kernels::GENERAL_PROJECT], []),
     image!("nvfp4_expand", [kernels::NVFP4_EXPAND_BF16, kernels::NVFP4_EXPAND_F32], []),
     image!("repack", [kernels::REPACK_NVFP4, kernels::REPACK_BF16], []),
-    image!("sample_greedy", [kernels::SAMPLE_GREEDY], []),
     image!("synthetic", [kernels::SYNTHETIC_F32, kernels::SYNTHETIC_BF16, kernels::SYNTHETIC_NVFP4], []),
 ];
 

@@ -1,6 +1,6 @@
 //! A Flint on the device, one step at a time.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 
 use super::{
     IMAGES, Source,
@@ -13,9 +13,9 @@ use crate::{
     config::{Attention, FlintConfig},
     cpu::Rope,
     error::{Error, Result},
-    kernels::{Args, HOST_ROWS},
+    kernels::{Args, SAMPLE_RECORD_WORDS, SAMPLE_ROW_BYTES, SampleRecord, SampleStart},
     kv::{KvBlocks, SequenceBlocks},
-    plan::{Bases, Ending, Limits, MAX_ROWS, Plan, Step, TOKEN_RING},
+    plan::{Bases, Card, Ending, Limits, MAX_ROWS, Plan, Step, TOKEN_RING},
 };
 
 /// Host-fed steps that may be queued before the host waits for them.
@@ -52,7 +52,8 @@ pub struct GpuModel {
     buffers: Buffer,
     kv_full: Buffer,
     kv_window: Buffer,
-    host_tokens: Pinned<u32>,
+    /// The sampler's, `[TOKEN_RING, 8, 48]`.
+    records: Pinned<u32>,
     inputs: Pinned<u32>,
     /// The next free line of `inputs`.
     next_input: usize,
@@ -67,11 +68,11 @@ pub struct GpuModel {
 /// Steps of the decode loop that are on their way.
 struct Decoding {
     rows: Vec<SequenceId>,
-    /// One for each line of the token ring.
+    /// One for each line of the ring of records; step n has number n modulo that.
     events: [Event; TOKEN_RING],
-    /// Steps whose tokens were not read, oldest first: the event, and the line of each row.
-    unread: VecDeque<(usize, Vec<usize>)>,
-    next_event: usize,
+    /// Steps that were queued since the loop began, and those of them that were read.
+    queued: u32,
+    read: u32,
 }
 
 impl GpuModel {
@@ -87,8 +88,8 @@ impl GpuModel {
         cancel: &Cancel,
     ) -> Result<Self> {
         let device = Device::open()?;
-        let limits = Limits { processors: device.processors()?, ..limits };
-        let mut plan = Plan::new(source.config(), &source.types()?, limits)?;
+        let card = Card { processors: device.processors()?, major: device.capability()?.0 };
+        let mut plan = Plan::new(source.config(), &source.types()?, limits, card)?;
         let (memory, pools) = (plan.memory(), plan.pools());
         device.check_room("weights, KV cache and workspace", memory.total_bytes())?;
         let weights = device.alloc("the weights", memory.weights_bytes)?;
@@ -109,7 +110,7 @@ impl GpuModel {
         Ok(Self {
             graphs: BTreeMap::new(),
             calls: BTreeMap::new(),
-            host_tokens: device.pinned(TOKEN_RING * HOST_ROWS)?,
+            records: device.pinned(TOKEN_RING * MAX_ROWS * SAMPLE_RECORD_WORDS)?,
             inputs: device.pinned(INPUT_RING * 2 * MAX_ROWS)?,
             next_input: 0,
             tables: Tables::new(&device, plan.buffers())?,
@@ -194,45 +195,61 @@ impl GpuModel {
         self.queue_tokens(rows, Ending::Nothing)
     }
 
-    /// Starts the decode loop: queues a step over `rows` that chooses the next token of each. Steps that were queued before
-    /// and not read are forgotten.
+    /// Starts the decode loop: queues a step over `rows`, which chooses the next token of each as its [`SampleStart`] says.
+    /// That is one made for no records. Steps that were queued before and not read are forgotten.
     ///
     /// Errors: as [`Self::forward`].
-    pub fn begin_decode(&mut self, rows: &[(SequenceId, u32)]) -> Result<()> {
-        self.decoding.unread.clear();
-        self.decoding.rows = rows.iter().map(|&(id, _)| id).collect();
-        let lines = self.token_lines();
-        self.queue_tokens(rows, Ending::Token)?;
-        self.decoding.queued(lines)
+    pub fn begin_decode(&mut self, rows: &[(SequenceId, u32, &SampleStart)]) -> Result<()> {
+        let tokens: Vec<_> = rows.iter().map(|&(id, token, _)| (id, token)).collect();
+        let ids: Vec<_> = rows.iter().map(|&(id, ..)| id).collect();
+        self.check_rows(&ids)?;
+        for (row, (.., start)) in rows.iter().enumerate() {
+            self.write_sampler(row, start)?;
+        }
+        self.decoding.restart(ids);
+        self.queue_tokens(&tokens, Ending::Token)?;
+        self.decoding.queue()
     }
 
     /// Queues the next step of the decode loop, over the tokens that the device chose: the host need not know them.
     ///
     /// Errors: [`Error::Value`] when a sequence is at its limit, or when as many steps are unread as the ring has lines.
     pub fn continue_decode(&mut self) -> Result<()> {
-        if self.decoding.unread.len() == TOKEN_RING {
+        if self.unread_steps() == TOKEN_RING {
             let found = format!("{TOKEN_RING} unread steps");
             return Err(Error::value("continue_decode", found, format!("at most {}", TOKEN_RING - 1)));
         }
         let rows = self.decoding.rows.clone();
         self.check_rows(&rows)?;
-        let lines = self.token_lines();
         self.make_room(&rows)?;
         self.run(rows.len(), Ending::Token)?;
-        self.decoding.queued(lines)
+        self.decoding.queue()
     }
 
-    /// Waits for the oldest unread step of the decode loop: the token that it chose for each row. `None` when all were read.
-    pub fn read_tokens(&mut self) -> Result<Option<Vec<u32>>> {
-        let Some((event, lines)) = self.decoding.unread.pop_front() else { return Ok(None) };
-        self.decoding.events[event].wait("a decode step")?;
-        let token = |(row, line): (usize, usize)| self.host_tokens.get(line * HOST_ROWS + row);
-        Ok(Some(lines.into_iter().enumerate().map(token).collect()))
+    /// Waits for the oldest unread step of the decode loop: what it chose for each row. `None` when all were read.
+    pub fn read_step(&mut self) -> Result<Option<Vec<SampleRecord>>> {
+        const WHAT: &str = "a decode step";
+        if self.unread_steps() == 0 {
+            return Ok(None);
+        }
+        let line = self.decoding.read as usize % TOKEN_RING;
+        self.decoding.events[line].wait(WHAT)?;
+        self.decoding.read += 1;
+        let record = |row: usize| {
+            let first = (line * MAX_ROWS + row) * SAMPLE_RECORD_WORDS;
+            let record = SampleRecord::new(&std::array::from_fn(|word| self.records.get(first + word)));
+            if record.sequence == self.decoding.read {
+                return Ok(record);
+            }
+            let why = format!("row {row} has record {}, {} was due", record.sequence, self.decoding.read);
+            Err(Error::Device { what: WHAT.into(), why })
+        };
+        (0..self.decoding.rows.len()).map(record).collect::<Result<_>>().map(Some)
     }
 
-    /// Steps of the decode loop whose tokens were not read.
+    /// Steps of the decode loop that were queued and not read.
     pub fn unread_steps(&self) -> usize {
-        self.decoding.unread.len()
+        (self.decoding.queued - self.decoding.read) as usize
     }
 
     /// Whether every row of the decode loop has room for one more step.
@@ -269,13 +286,32 @@ impl GpuModel {
             buffers: self.buffers.address(),
             kv_full: self.kv_full.address(),
             kv_window: self.kv_window.address(),
-            host_tokens: self.host_tokens.address(),
+            records: self.records.address(),
         }
     }
 
-    /// The lines of the token ring that a step queued now writes: the sampler picks them by position.
-    fn token_lines(&self) -> Vec<usize> {
-        self.decoding.rows.iter().map(|&id| self.sequence_len(id) % TOKEN_RING).collect()
+    fn write_sampler(&self, row: usize, start: &SampleStart) -> Result<()> {
+        let (b, vocab) = (self.plan.buffers(), self.plan.limits().vocab_tokens);
+        let write = |base: u64, values: &[u8], len: usize| {
+            if values.len() != len {
+                let what = "writing the sampler's memory".into();
+                return Err(Error::Device { what, why: format!("{} bytes for {len}", values.len()) });
+            }
+            self.buffers.write(base as usize + row * len, values)
+        };
+        let bytes = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
+        write(b.sample_rows, &start.row.bytes(), SAMPLE_ROW_BYTES)?;
+        if let Some(masks) = &start.masks {
+            write(b.sample_masks, &bytes(masks), 2 * vocab.div_ceil(32) * 4)?;
+        }
+        if let Some(bias) = &start.bias {
+            let bits: Vec<u32> = bias.iter().map(|value| value.to_bits()).collect();
+            write(b.sample_bias, &bytes(&bits), vocab * 4)?;
+        }
+        if let Some(seen) = &start.seen {
+            write(b.sample_seen, &bytes(seen), vocab * 4)?;
+        }
+        Ok(())
     }
 
     fn queue_tokens(&mut self, rows: &[(SequenceId, u32)], ending: Ending) -> Result<()> {
@@ -370,6 +406,7 @@ impl GpuModel {
             DecodeExpertsUp,
             DecodeLinear,
             DecodeRouter,
+            DecodeSample,
             GeneralAttention,
             GeneralEmbed,
             GeneralExpertsDown,
@@ -377,8 +414,7 @@ impl GpuModel {
             GeneralProject,
             GeneralQkvFinish,
             GeneralRouter,
-            GeneralSwiglu,
-            SampleGreedy
+            GeneralSwiglu
         )
     }
 }
@@ -393,14 +429,17 @@ impl Drop for GpuModel {
 impl Decoding {
     fn new(device: &Device) -> Result<Self> {
         let events = [device.event(false)?, device.event(false)?, device.event(false)?, device.event(false)?];
-        Ok(Self { rows: Vec::new(), events, unread: VecDeque::new(), next_event: 0 })
+        Ok(Self { rows: Vec::new(), events, queued: 0, read: 0 })
     }
 
-    /// Notes the step that was queued last, whose rows write `lines`.
-    fn queued(&mut self, lines: Vec<usize>) -> Result<()> {
-        self.events[self.next_event].record()?;
-        self.unread.push_back((self.next_event, lines));
-        self.next_event = (self.next_event + 1) % TOKEN_RING;
+    fn restart(&mut self, rows: Vec<SequenceId>) {
+        (self.rows, self.queued, self.read) = (rows, 0, 0);
+    }
+
+    /// Notes the step that was launched last.
+    fn queue(&mut self) -> Result<()> {
+        self.events[self.queued as usize % TOKEN_RING].record()?;
+        self.queued += 1;
         Ok(())
     }
 }

@@ -50,6 +50,7 @@ pub enum Args {
     DecodeExpertsUp(decode::DecodeExpertsUpArgs),
     DecodeLinear(decode::DecodeLinearArgs),
     DecodeRouter(decode::DecodeRouterArgs),
+    DecodeSample(DecodeSampleArgs),
     GeneralAttention(GeneralAttentionArgs),
     GeneralEmbed(GeneralEmbedArgs),
     GeneralExpertsDown(GeneralExpertsDownArgs),
@@ -58,5 +59,4 @@ pub enum Args {
     GeneralQkvFinish(GeneralQkvFinishArgs),
     GeneralRouter(GeneralRouterArgs),
     GeneralSwiglu(GeneralSwigluArgs),
-    SampleGreedy(SampleGreedyArgs),
 }

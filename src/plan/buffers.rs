@@ -1,7 +1,7 @@
 //! Addresses before there is a device: offsets into one allocation.
 
 use super::{Limits, MAX_ROWS, act_width, attention_partial_bytes, table_stride};
-use crate::config::FlintConfig;
+use crate::{config::FlintConfig, kernels::SAMPLE_ROW_BYTES};
 
 /// Alignment of everything that is placed.
 const ALIGN: usize = 256;
@@ -84,10 +84,16 @@ buffers! {
     act_shared,
     /// `[8, V]` f32.
     logits,
-    /// `[8]` u64, zero between launches.
-    sample_best,
-    /// `[8]` u32, zero between launches.
-    sample_counters,
+    /// `[8]` [`crate::kernels::SampleRow`].
+    sample_rows,
+    /// `[8, 2, ceil(vocab_tokens / 32)]` u32.
+    sample_masks,
+    /// `[8, vocab_tokens]` f32.
+    sample_bias,
+    /// `[8, vocab_tokens]` u32.
+    sample_seen,
+    /// `[8, vocab_tokens]` f32.
+    sample_workspace,
     /// `[head_dim / 2]` f32, rotary frequencies.
     inv_freq,
 }
@@ -120,8 +126,11 @@ impl Buffers {
             act: rows(act_width(config), 2),
             act_shared: rows(config.shared_intermediate_size, 2),
             logits: rows(config.vocab_size, 4),
-            sample_best: rows(1, 8),
-            sample_counters: rows(1, 4),
+            sample_rows: rows(SAMPLE_ROW_BYTES, 1),
+            sample_masks: rows(2 * limits.vocab_tokens.div_ceil(32), 4),
+            sample_bias: rows(limits.vocab_tokens, 4),
+            sample_seen: rows(limits.vocab_tokens, 4),
+            sample_workspace: rows(limits.vocab_tokens, 4),
             inv_freq,
             table_stride,
             bytes: 0,

@@ -400,7 +400,7 @@ impl Builder<'_> {
 
     fn lm_head(&self, weights: &FastWeights) -> Step {
         let vocab = self.plan.config.vocab_size;
-        let shape = LinearShape::lm_head(self.plan.limits.processors);
+        let shape = LinearShape::lm_head(self.plan.card.processors);
         self.linear(
             Operation::LmHead,
             weights.layers.len(),
