@@ -40,6 +40,7 @@ macro_rules! buffers {
 
         impl Buffers {
             /// The same as addresses, in an allocation at `base`.
+            #[must_use]
             pub fn at(&self, base: u64) -> Self {
                 Self { $($name: base + self.$name,)* ..*self }
             }
