@@ -368,9 +368,9 @@ fn shapes_of_distributions_at_flints_size() {
     });
     check(&gpu, &mut random, FLINT, &requests, |random, n| {
         let mut logits = random.normals(FLINT);
-        logits
-            .chunks_mut(1024)
-            .for_each(|part| part[..part.len().min(32 * (n + 1))].iter_mut().for_each(|x| *x += 8.0));
+        for part in logits.chunks_mut(1024) {
+            part.iter_mut().take(32 * (n + 1)).for_each(|x| *x += 8.0);
+        }
         logits
     });
 }
