@@ -1,21 +1,22 @@
 // decode_sample.cu: logits to the next token of each row, as the CPU's sampler chooses it, bit for bit.
 //
 //   l = logits, -inf where masks forbid, + bias; repetition, frequency and presence penalty
-//   temperature 0:  the first key;  a key orders by (l, -token)
-//   otherwise       w = exp((l - max) / temperature) as integers; of those that min_p, top_k and top_p leave, in order of
-//                   tokens, the first whose running sum of w exceeds random * sum / 2^64
+//   temperature 0:  the first key;  keys order by (l, -token)
+//   otherwise       w = exp((l - max) / temperature) as integers; of the tokens that min_p, top_k and top_p leave, in
+//                   ascending order, the first one whose running sum of w exceeds random * sum / 2^64
 //
 // in   logits [B, logits_stride] f32, rows [B], masks, bias, seen: see args_sample.h
-// out  tokens [B] the choice; positions [B] + 1; rows and seen brought up to date; the row's next record in ring
+// out  tokens [B] the choice; positions [B] + 1; rows and seen brought up to date; the row's next record in ring.
+//      Where no token can be chosen, the record says why and all else stays as it was
 //
-// How     Each of a row's 8 blocks holds an eighth of the logits. Greedy and top_k up to 64 need the few largest keys: a
-//         key that enough threads' largest reach bounds them from below, and what reaches it is gathered in block 0. The
-//         rest takes as many passes over all logits as it takes to part the keys by four: 32 at worst, about 12 in practice.
-//         Every sum is one of integers, so that no order matters.
-// launch  grid (8, B) as clusters of 8, block 1024; before sm_90 grid (1, B). Dynamic shared memory ceil(V / 8) * 4 bytes,
-//         or none with a workspace. V up to 2^23.
-// bound   latency: B * V * 4 bytes, from L2
-// PDL     waits before reading anything; triggers right after
+// how      Each of a row's 8 blocks holds an eighth of the logits. Greedy and top_k up to 64 need the few largest keys:
+//          one that enough threads' largest reach bounds them from below, and what reaches it is gathered in block 0.
+//          Everything else takes as many passes over all logits as it takes to part the keys by four: 32 at worst,
+//          about 12 in practice. Every sum is one of integers, so that no order matters.
+// launch   grid (8, B) as clusters of 8, before sm_90 grid (1, B); block 1024. Dynamic shared memory: 4 bytes for each
+//          logit of a block, or none with a workspace. V is at most 2^23
+// bound    latency; B * V * 4 bytes, from L2
+// PDL      waits before reading anything; triggers right after
 
 #include "args_sample.h"
 #include "cluster.cuh"
@@ -38,9 +39,9 @@ static_assert(2 * kParts <= kWords && kTopMost <= kThreads && kClusterBlocks * k
 
 struct Shared {
     SampleRow row;
-    uint64_t out[kWords];                          // this block's words
-    uint64_t board[2][kClusterBlocks][kWords];     // all blocks' words, of this exchange and of the last
-    uint64_t total[kWords];                        // over all blocks
+    uint64_t out[kWords];                       // this block's words
+    uint64_t board[2][kClusterBlocks][kWords];  // all blocks' words, of this exchange and of the last
+    uint64_t total[kWords];                     // over all blocks
     uint64_t warps[kWarps];
     uint64_t sums[kWarps][kWords];
     Key list[kListMost];
@@ -139,9 +140,9 @@ __device__ void add_sums(Block& b, uint32_t n) {
     exchange_sums(b);
 }
 
-// A key that `least` to `most` threads' keys reach; kFloor + 1 if no more than `most` are above kFloor. `max` is at least
-// every key. Ends, because keys differ: while more than `most` reach `low`, and fewer than `least` reach `high`, there is
-// a key between them.
+// A key that `least` to `most` threads' keys reach; kFloor + 1 if no more than `most` are above kFloor. `max` is at
+// least every key. Ends, because keys differ: while more than `most` reach `low`, and fewer than `least` reach `high`,
+// there is a key between them.
 __device__ Key block_threshold(Key key, Key max, uint32_t least, uint32_t most) {
     Key low = kFloor + 1, high = max + 1;
     uint32_t count = __syncthreads_count(key >= low);
@@ -158,9 +159,9 @@ __device__ Key block_threshold(Key key, Key max, uint32_t least, uint32_t most) 
     return low;
 }
 
-// The largest bound for which the measures of the row's keys that reach it add up to `need`, or one that the same keys of
-// a measure above 0 reach; `low` if all that reach `low` do not add up to it. Each pass divides the keys from `low` to
-// `low + width` into up to four parts and goes on in one of them.
+// The largest bound for which the measures of the row's keys that reach it add up to `need`, or one that the same keys
+// of a measure above 0 reach; `low` if all that reach `low` do not add up to it. Each pass divides the keys from `low`
+// to `low + width` into up to four parts and goes on in one of them.
 template <typename Measure>
 __device__ Key select(Block& b, const Slice& slice, const Measure& measure, Key low, Key max, uint64_t need) {
     Shared& s = b.s;
