@@ -44,7 +44,8 @@ pub struct DecodeSampleArgs {
     pub tokens: u64,
     /// `[B]` u32; each goes up by 1.
     pub positions: u64,
-    /// `[ring_lines, 8, 48]` u32 that the host reads: a row's records by their number from 0, modulo `ring_lines`.
+    /// `[ring_lines, 8, 48]` u32, such as pinned host memory: a row's records by their number from 0, modulo
+    /// `ring_lines`.
     pub ring: u64,
     /// V, at most [`SAMPLE_VOCAB_MOST`].
     pub vocab: u32,
@@ -75,7 +76,7 @@ pub struct SampleRow {
     records: u32,
 }
 
-/// One choice, as the kernel writes it.
+/// One choice, as the kernel writes it; complete once the launch has ended.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SampleRecord {
