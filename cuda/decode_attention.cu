@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(32 * kMaxWarps, 1)
     const int begin_block = first_block + split * n_blocks / splits;
     const int end_block = first_block + (split + 1) * n_blocks / splits;
     const int begin_tile = max(begin_block * (kBlock / kTile), start / kTile);
-    const int end_tile = min(end_block * (kBlock / kTile), (position + kTile - 1) / kTile);
+    const int end_tile = start < position ? min(end_block * (kBlock / kTile), (position + kTile - 1) / kTile) : 0;
     const bool has_new = split == splits - 1;
 
     const uint32_t* blocks = args.blocks + uint64_t(row) * args.table_stride;
