@@ -2,6 +2,7 @@
 //! so `cargo test` counts these as ignored; `make test-gpu` runs them.
 
 #![cfg(feature = "cuda")]
+#![allow(clippy::float_cmp, reason = "equal means the same bits")]
 
 mod cpu_support;
 mod kernel_support;
