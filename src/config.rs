@@ -8,13 +8,16 @@ mod json_keys;
 
 use std::collections::BTreeMap;
 
+use serde::Serialize;
+
 use crate::{
     checkpoint::{Checkpoint, gguf::Value},
     error::{Error, Result},
 };
 
 /// What the tokens of a layer attend to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Attention {
     /// Every earlier position.
     Full,
@@ -23,7 +26,8 @@ pub enum Attention {
 }
 
 /// The feed-forward part of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Mlp {
     /// One `SwiGLU` of `dense_intermediate_size`.
     Dense,
@@ -32,7 +36,7 @@ pub enum Mlp {
 }
 
 /// The kind of one layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct LayerKind {
     /// What its tokens attend to.
     pub attention: Attention,
@@ -43,7 +47,7 @@ pub struct LayerKind {
 }
 
 /// Dimensions of a Flint. Every field was checked by [`FlintConfig::validate`].
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct FlintConfig {
     /// D, the width of the residual stream.
     pub hidden_size: usize,

@@ -15,9 +15,12 @@ pub mod kv;
 pub mod weights;
 pub mod tokenizer;
 pub mod convert;
+pub mod inspect;
 pub mod sampling;
 pub mod stop;
+pub mod tiles;
 pub mod kernels;
+pub mod plan;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod gpu;

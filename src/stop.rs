@@ -20,8 +20,8 @@ pub enum Finish {
 /// The rules of a request that look at tokens.
 #[derive(Clone, Debug)]
 pub struct StopRules {
-    end_tokens: BTreeSet<u32>,
-    stop_tokens: BTreeSet<u32>,
+    ends: BTreeSet<u32>,
+    stops: BTreeSet<u32>,
     min_tokens: usize,
     max_tokens: usize,
 }
@@ -32,8 +32,8 @@ impl StopRules {
     pub fn new(params: &SamplingParams, end_token_ids: &[u32], room_tokens: usize) -> Self {
         let ends = if params.ignore_eos { &[] } else { end_token_ids };
         Self {
-            end_tokens: ends.iter().copied().collect(),
-            stop_tokens: params.stop_token_ids.iter().copied().collect(),
+            ends: ends.iter().copied().collect(),
+            stops: params.stop_token_ids.iter().copied().collect(),
             min_tokens: params.min_tokens,
             max_tokens: params.max_tokens.map_or(room_tokens, |most| most.min(room_tokens)),
         }
@@ -42,10 +42,10 @@ impl StopRules {
     /// Whether the text ends with `token_id`, number `output_tokens` of the output (1 for the first).
     pub fn after(&self, token_id: u32, output_tokens: usize) -> Option<Finish> {
         if self.armed(output_tokens) {
-            if self.end_tokens.contains(&token_id) {
+            if self.ends.contains(&token_id) {
                 return Some(Finish::EndToken(token_id));
             }
-            if self.stop_tokens.contains(&token_id) {
+            if self.stops.contains(&token_id) {
                 return Some(Finish::StopToken(token_id));
             }
         }

@@ -13,9 +13,13 @@ use std::collections::BTreeMap;
 
 use rayon::prelude::*;
 
-pub use self::matrix::{Matrix, MatrixData};
+pub use self::{
+    list::{ParameterCount, parameter_count},
+    matrix::{Matrix, MatrixData},
+};
 pub(crate) use self::{
     list::{Shape, Spec},
+    matrix::decode,
     source::Source,
     synthetic::{MatrixRecipe, Recipe, recipes},
 };
@@ -147,24 +151,26 @@ impl Weights {
                 Item::Matrices(all) => sources.extend(all.into_iter().map(|source| (spec.gguf.clone(), source))),
             }
         }
-        let total = sources.iter().map(|(_, source)| source.load_bytes() as u64).sum();
-        let mut done = 0;
+        let bytes_of =
+            |sources: &[(String, Source)]| sources.iter().map(|(_, source)| source.load_bytes()).sum::<usize>();
+        let (mut done, total) = (0, bytes_of(&sources) as u64);
         progress(done, total);
-        while !sources.is_empty() {
+        let mut rest = sources.as_slice();
+        while !rest.is_empty() {
             let mut bytes = 0;
-            let batch = sources.iter().take_while(|(_, source)| {
+            let in_batch = |(_, source): &&(String, Source)| {
                 let room = bytes < BATCH_BYTES;
                 bytes += source.load_bytes();
                 room
-            });
-            let rest = sources.split_off(batch.count());
-            let loaded: Vec<_> = sources.par_iter().map(|(_, source)| source.load(cancel)).collect::<Result<_>>()?;
-            done += sources.iter().map(|(_, source)| source.load_bytes() as u64).sum::<u64>();
-            for ((name, _), matrix) in sources.into_iter().zip(loaded) {
-                parts.matrices.entry(name).or_default().push(matrix);
+            };
+            let (batch, tail) = rest.split_at(rest.iter().take_while(in_batch).count());
+            let loaded: Vec<_> = batch.par_iter().map(|(_, source)| source.load(cancel)).collect::<Result<_>>()?;
+            for ((name, _), matrix) in batch.iter().zip(loaded) {
+                parts.matrices.entry(name.clone()).or_default().push(matrix);
             }
+            done += bytes_of(batch) as u64;
             progress(done, total);
-            sources = rest;
+            rest = tail;
         }
         Ok(parts.assemble(config))
     }

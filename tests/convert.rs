@@ -190,7 +190,9 @@ fn write_gguf(path: &Path, tensors: &Tensors) {
     let mut bytes = b"GGUF\x03\0\0\0".to_vec();
     bytes.extend((tensors.len() as u64).to_le_bytes());
     bytes.extend((keys.len() as u64).to_le_bytes());
-    keys.iter().for_each(|(key, value)| bytes.extend([string(key), value.clone()].concat()));
+    for (key, value) in keys {
+        bytes.extend([string(key), value].concat());
+    }
     let mut data = Vec::new();
     for tensor in tensors.values() {
         bytes.extend(string(&tensor.name));

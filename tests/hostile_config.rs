@@ -282,12 +282,14 @@ fn config_values_are_those_of_a_flint() {
 #[test]
 fn a_config_is_a_json_object() {
     let deep = "[".repeat(100_000);
+    let long = format!("{{\"a\": [{}0]}}", "0,".repeat(1 << 19));
     for (case, text, found) in [
         ("empty", "", "EOF"),
         ("a list", "[1]", "a list"),
         ("null", "null", "null"),
         ("cut", "{\"model_type\": \"flint", "EOF"),
         ("nested 100,000 deep", &deep, "recursion limit"),
+        ("a megabyte of zeros", &long, "1048586 bytes"),
         ("a number out of range", "{\"hidden_size\": 1e999}", "number out of range"),
         ("text behind", "{} {}", "trailing"),
         ("not UTF-8", "\u{fffd}", "expected value"),

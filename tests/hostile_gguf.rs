@@ -75,6 +75,8 @@ fn headers() {
         ("tensors 2^63", counts(1 << 63, keys), "tensor count", "9223372036854775808"),
         ("tensors 2^40", counts(1 << 40, keys), "tensor count", "1099511627776"),
         ("tensors one too many", counts(tensors + 1, keys), "name of tensor 2", "216 bytes up to the end"),
+        ("more tensors than any Flint", [counts(65537, keys), vec![0; 4 << 20]].concat(), "tensor count", "65537"),
+        ("more keys than any Flint", [counts(tensors, 65537), vec![0; 4 << 20]].concat(), "key count", "65537"),
         ("keys 2^64-1", counts(tensors, u64::MAX), "key count", "18446744073709551615"),
         ("keys 2^40", counts(tensors, 1 << 40), "key count", "1099511627776"),
         ("keys one too many", counts(tensors, keys + 1), "name of tensor 0", "292 bytes up to the end"),
@@ -131,7 +133,7 @@ fn keys() {
             "more list elements than any vocabulary",
             with("a", list_value(kind::I8, 1 << 23, &vec![0; 1 << 23])),
             "a",
-            "a list of 8388608",
+            "8388608",
         ),
         (
             "the same key twice",

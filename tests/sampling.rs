@@ -1,5 +1,7 @@
 //! The sampler against plain f64 definitions.
 
+#![allow(clippy::float_cmp, reason = "ties and exact values are what is tested")]
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use flint_rs::{
@@ -29,7 +31,7 @@ fn support(params: &SamplingParams, prompt: &[u32], logits: &[f32]) -> Vec<u32> 
     ids.into_iter().collect()
 }
 
-/// The definition: softmax of logits / temperature, min_p, top_k, top_p, each renormalised, in f64.
+/// The definition: softmax of logits / temperature, `min_p`, `top_k`, `top_p`, each renormalised, in f64.
 fn distribution(logits: &[f32], params: &SamplingParams) -> Vec<f64> {
     let scaled: Vec<f64> = logits.iter().map(|l| f64::from(*l) / f64::from(params.temperature)).collect();
     let max = scaled.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -448,11 +450,12 @@ fn a_request_that_leaves_no_token_is_told_why() {
     }
 }
 
+type Set = fn(&mut SamplingParams);
+
 #[test]
 fn every_field_is_checked() {
     let vocab_size = 10;
     SamplingParams::default().validate(vocab_size).unwrap();
-    type Set = fn(&mut SamplingParams);
     let refused: &[(&str, &[Set])] = &[
         ("temperature", &[|p| p.temperature = -0.1, |p| p.temperature = f32::NAN, |p| p.temperature = f32::INFINITY]),
         ("top_k", &[|p| p.top_k = -2, |p| p.top_k = i64::MIN]),

@@ -126,6 +126,8 @@ fn a_missing_or_later_part_is_named() {
     fs::remove_file(dir.path().join(name(2))).unwrap();
     let error = Checkpoint::open(&first).unwrap_err().to_string();
     assert!(error.contains(&name(2)) && error.contains("No such file"), "{error}");
+    fs::remove_file(&first).unwrap();
+    assert_refused("no first part", dir.path(), len, "checkpoint", &format!("{} without the first part", name(1)));
 }
 
 #[test]

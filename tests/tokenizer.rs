@@ -111,6 +111,28 @@ fn control_tokens_in_text_are_found_as_the_library_finds_them() {
     }
 }
 
+/// tokenizer.json may say how a token takes in the spaces around it, or that it must be a word.
+#[test]
+fn rules_of_added_tokens_are_the_librarys() {
+    let mut json = FOLDER.json("tokenizer.json");
+    for (i, added) in json["added_tokens"].as_array_mut().unwrap().iter_mut().enumerate() {
+        let rule = ["lstrip", "rstrip", "single_word", "normalized"][i % 4];
+        added[rule] = true.into();
+    }
+    let folder = Folder::train(300);
+    folder.write("tokenizer.json", &json.to_string());
+    let library = tokenizers::Tokenizer::from_file(folder.file("tokenizer.json")).unwrap();
+    let ours = Tokenizer::new(folder.data().unwrap()).unwrap();
+    for name in SPECIAL.iter().chain(TAGS) {
+        for text in
+            [format!("a  {name}  b"), format!("a{name}b"), format!("\n{name}\t{name} {name}"), format!("-{name}-")]
+        {
+            let ids = ours.encode(&text, ControlTokens::Parse).unwrap();
+            assert_eq!(ids, library.encode_fast(text.as_str(), false).unwrap().get_ids(), "{text:?}");
+        }
+    }
+}
+
 fn piece() -> impl Strategy<Value = String> {
     let names: Vec<&str> = SPECIAL.iter().chain(TAGS).copied().collect();
     prop_oneof![

@@ -158,3 +158,55 @@ fn tensor_type(dtype: DType) -> u32 {
         DType::U8 | DType::F8E4m3 => panic!("GGUF has no {dtype}"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::gguf::Gguf;
+
+    #[test]
+    fn the_reader_finds_what_was_written() {
+        let list = |values: &[Value]| Value::Array(values.to_vec());
+        let mut metadata: BTreeMap<String, Value> = [
+            ("general.architecture", Value::String("flint".into())),
+            ("a", Value::Unsigned(u32::MAX.into())),
+            ("b", Value::Unsigned(u64::MAX)),
+            ("c", Value::Signed(i32::MIN.into())),
+            ("d", Value::Signed(i64::MIN)),
+            ("e", Value::Float(0.1_f32.into())),
+            ("f", Value::Bool(true)),
+            ("g", list(&[])),
+            ("h", list(&[Value::Unsigned(1), Value::Unsigned(1 << 40), Value::Unsigned(2)])),
+            ("i", list(&[Value::Signed(-1), Value::Signed(-(1 << 40))])),
+            ("j", list(&[Value::String("ä".into()), Value::String(String::new())])),
+        ]
+        .map(|(key, value)| (key.to_owned(), value))
+        .into();
+        let tensors: Vec<TensorInfo> = [
+            ("one", DType::F32, vec![1]),
+            ("two", DType::Nvfp4, vec![3, 128]),
+            ("three", DType::Bf16, vec![2, 3, 5]),
+            ("four", DType::F16, vec![16]),
+            ("five", DType::Q8_0, vec![1, 32]),
+        ]
+        .map(|(name, dtype, shape)| TensorInfo { name: name.into(), dtype, shape })
+        .into();
+        let path = tempfile::Builder::new().suffix(".gguf").tempfile().unwrap();
+        let mut writer = GgufWriter::new(path.reopen().unwrap(), &metadata, &tensors).unwrap();
+        let data: Vec<Vec<u8>> = (1..).zip(&tensors).map(|(n, t)| vec![n; t.bytes() as usize]).collect();
+        for bytes in &data {
+            // In pieces of any size.
+            bytes.chunks(7).for_each(|piece| writer.write(piece).unwrap());
+        }
+        writer.finish().unwrap();
+
+        let gguf = Gguf::open(path.path()).unwrap();
+        metadata.insert("general.alignment".into(), Value::Unsigned(32));
+        assert_eq!(gguf.metadata, metadata);
+        assert_eq!(gguf.tensors.len(), tensors.len());
+        for (info, bytes) in tensors.iter().zip(&data) {
+            let tensor = &gguf.tensors[&info.name];
+            assert_eq!((tensor.dtype, &tensor.shape, &*tensor.data), (info.dtype, &info.shape, bytes.as_slice()));
+        }
+    }
+}

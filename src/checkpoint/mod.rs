@@ -133,16 +133,17 @@ impl Checkpoint {
         if has_config && has_safetensors {
             return SafetensorsDir::open(path).map(Self::Safetensors);
         }
+        let ggufs = files.iter().filter(|file| extension(Path::new(file)) == "gguf");
         // A split set counts once, by its first part.
-        let later_part = |file: &str| ShardName::parse(file, ".gguf").is_some_and(|name| name.number != 1);
-        let ggufs: Vec<_> =
-            files.iter().filter(|file| extension(Path::new(file)) == "gguf" && !later_part(file)).collect();
-        match ggufs.as_slice() {
-            [one] => Gguf::open(&path.join(one)).map(Self::Gguf),
-            [] if has_safetensors => refuse("safetensors without a config.json".into()),
-            [] if has_config => refuse("a config.json without safetensors or GGUF".into()),
-            [] => refuse(format!("a folder of {} files, none of them a GGUF or config.json", files.len())),
-            several => refuse(format!("{} GGUF models ({}, {}, ...)", several.len(), several[0], several[1])),
+        let (first, later): (Vec<_>, Vec<_>) =
+            ggufs.partition(|file| ShardName::parse(file, ".gguf").is_none_or(|name| name.number == 1));
+        match (first.as_slice(), later.first()) {
+            ([one], _) => Gguf::open(&path.join(one)).map(Self::Gguf),
+            (all @ [one, other, ..], _) => refuse(format!("{} GGUF models, {one} and {other} among them", all.len())),
+            ([], Some(later)) => refuse(format!("{later} without the first part of its set")),
+            ([], None) if has_safetensors => refuse("safetensors without a config.json".into()),
+            ([], None) if has_config => refuse("a config.json without safetensors or GGUF".into()),
+            ([], None) => refuse(format!("a folder of {} files, none of them a GGUF or config.json", files.len())),
         }
     }
 }

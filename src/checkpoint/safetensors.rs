@@ -3,7 +3,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, btree_map::Entry},
-    fs,
     path::{Component, Path, PathBuf},
     sync::Arc,
 };
@@ -17,8 +16,10 @@ use crate::error::{Error, Result};
 
 /// Longest header, as in the reference reader.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
-/// Longest config.json or index; the index of a model of a million tensors is about as long.
-const MAX_JSON_BYTES: u64 = 100_000_000;
+/// Longest config.json.
+const MAX_CONFIG_BYTES: u64 = 1 << 20;
+/// Longest index: room for Flint with every expert's matrices and scales on their own, 150 thousand tensors.
+const MAX_INDEX_BYTES: u64 = 1 << 25;
 const MAX_DIMENSIONS: usize = 4;
 
 /// A checkpoint folder.
@@ -36,7 +37,7 @@ impl SafetensorsDir {
     /// Maps and checks every shard of `path`: model.safetensors, else what model.safetensors.index.json lists, else all
     /// `.safetensors` files. Reads the headers and touches no tensor bytes.
     pub fn open(path: &Path) -> Result<Self> {
-        let config = read_json(&path.join("config.json"))?;
+        let config = read_json(&path.join("config.json"), MAX_CONFIG_BYTES)?;
         let mut dir = Self { path: path.to_path_buf(), config, tensors: BTreeMap::new() };
         let files = files_of(path)?;
         if files.iter().any(|file| file == "model.safetensors") {
@@ -53,7 +54,7 @@ impl SafetensorsDir {
 
     fn add_indexed(&mut self) -> Result<()> {
         let path = self.path.join("model.safetensors.index.json");
-        let index = read_json(&path)?;
+        let index = read_json(&path, MAX_INDEX_BYTES)?;
         let Some(Json::Object(map)) = index.get("weight_map") else {
             let found = index.get("weight_map").map_or("no such key", json_kind);
             return Err(Error::format(&path, "weight_map", "an object of tensor names and file names", found));
@@ -123,13 +124,12 @@ fn whole_set<'a>(folder: &Path, files: &'a [String]) -> Result<Vec<&'a str>> {
     Ok(shards)
 }
 
-fn read_json(path: &Path) -> Result<Json> {
-    let len = path.metadata().map_err(Error::io(path))?.len();
-    if len > MAX_JSON_BYTES {
-        let expected = format!("at most {MAX_JSON_BYTES} bytes");
-        return Err(Error::format(path, "file", expected, format!("{len} bytes")));
+/// The JSON object of a file of at most `limit` bytes.
+fn read_json(path: &Path, limit: u64) -> Result<Json> {
+    let text = Bytes::open(path)?;
+    if text.len() as u64 > limit {
+        return Err(Error::format(path, "file", format!("at most {limit} bytes"), format!("{} bytes", text.len())));
     }
-    let text = fs::read(path).map_err(Error::io(path))?;
     parse_json(path, &text)
 }
 

@@ -62,7 +62,9 @@ fn amax(matrix: &Matrix, refuse: &(impl Fn(usize, BadValue) -> Error + Sync), ca
 fn read_row(matrix: &Matrix, row: usize, values: &mut [f32]) {
     matrix.decode_row(row, values);
     let scale = matrix.scale();
-    values.iter_mut().for_each(|value| *value *= scale);
+    for value in values {
+        *value *= scale;
+    }
 }
 
 fn encode_row(values: &[f32], dtype: DType, scale: f32, bytes: &mut [u8]) -> Result<(), BadValue> {

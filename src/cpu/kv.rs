@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 
-use super::{BLOCK_TOKENS, Precision, rows};
+use super::{BLOCK_TOKENS, Precision};
 use crate::{
     checkpoint::DType,
     config::{Attention, FlintConfig},
+    weights::decode,
 };
 
 /// The KV cache of one sequence: BF16 or f32 by the model's [`Precision`]. Layers of full attention grow with the
@@ -159,7 +160,7 @@ impl Store {
     /// Every row as f32.
     pub(super) fn to_f32(&self) -> Vec<f32> {
         let mut out = vec![0.0; self.bytes.len() / self.dtype.block_bytes()];
-        rows::decode(self.dtype, &self.bytes, &mut out);
+        decode(self.dtype, &self.bytes, &mut out);
         out
     }
 
@@ -196,5 +197,82 @@ fn dtype(precision: Precision) -> DType {
     match precision {
         Precision::Float32 => DType::F32,
         Precision::Bfloat16 => DType::Bf16,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{LayerKind, Mlp};
+
+    fn kv(window: usize) -> Kv {
+        let layer = |attention| LayerKind { attention, rope: false, mlp: Mlp::Dense };
+        let config = FlintConfig {
+            hidden_size: 4,
+            vocab_size: 4,
+            context_length: 100_000,
+            n_heads: 1,
+            n_kv_heads: 1,
+            head_dim: 2,
+            dense_intermediate_size: 4,
+            n_experts: 1,
+            n_experts_per_token: 1,
+            expert_intermediate_size: 4,
+            shared_intermediate_size: 4,
+            sliding_window: window,
+            rms_norm_eps: 1e-6,
+            rope_theta: 10_000.0,
+            layers: vec![layer(Attention::Full), layer(Attention::Sliding)],
+        };
+        Kv::new(&config, Precision::Float32)
+    }
+
+    fn append(kv: &mut Kv, n: usize) {
+        let rows: Vec<f32> = (kv.len..kv.len + n).flat_map(|p| [p as f32, -(p as f32)]).collect();
+        let start = kv.len;
+        for layer in &mut kv.layers {
+            layer.append(start, &rows, &rows);
+        }
+        kv.len += n;
+    }
+
+    fn assert_holds(kv: &Kv, window: usize) {
+        for (layer, visible) in kv.layers.iter().zip([kv.len, kv.len.min(window - 1)]) {
+            let rows = layer.v.to_f32();
+            assert_eq!(rows.len() / 2, kv.len - layer.first());
+            for position in kv.len - visible..kv.len {
+                assert_eq!(rows[2 * (position - layer.first())], position as f32);
+            }
+        }
+    }
+
+    #[test]
+    fn windows_are_kept_and_bounded() {
+        for window in [1, 2, 9, 513] {
+            let mut kv = kv(window);
+            for n in [1, 2, 512, 300, 511, 1, 1, 512, 512, 7] {
+                append(&mut kv, n);
+                assert_holds(&kv, window);
+                assert!(kv.layers[1].k.to_f32().len() / 2 < window + BLOCK_TOKENS);
+            }
+        }
+    }
+
+    #[test]
+    fn restore_brings_back_what_later_blocks_dropped() {
+        for window in [1, 9, 513] {
+            for blocks in [vec![3], vec![512], vec![512, 512, 100]] {
+                let mut kv = kv(window);
+                append(&mut kv, 400);
+                append(&mut kv, 300);
+                let checkpoint = kv.checkpoint(blocks.iter().sum());
+                for n in blocks {
+                    append(&mut kv, n);
+                }
+                kv.restore(checkpoint);
+                assert_eq!(kv.len(), 700);
+                assert_holds(&kv, window);
+            }
+        }
     }
 }

@@ -5,7 +5,6 @@ pub mod reference;
 mod fast;
 mod kv;
 mod rope;
-mod rows;
 
 pub use kv::Kv;
 pub use rope::{Rope, RopeTable};
@@ -15,7 +14,7 @@ use std::sync::Arc;
 use self::fast::Engine;
 use crate::{
     cancel::Cancel,
-    config::FlintConfig,
+    config::{Attention, FlintConfig},
     error::{Error, Result},
     weights::Weights,
 };
@@ -121,9 +120,25 @@ impl CpuModel {
         Kv::new(self.config(), self.precision)
     }
 
-    /// Bytes of workspace that a `forward` holds beside mapped weights and KV, at most.
+    /// Bytes of workspace that a `forward` holds beside weights, KV and logits, at most.
     pub fn workspace_bytes(&self) -> usize {
-        0
+        let c = self.config();
+        let (query, kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
+        // Values a token. Activations stand once as they are and once packed for products.
+        let attention = 3 * query + 4 * kv;
+        let experts = c.n_experts_per_token + 1;
+        let inner = c.n_experts_per_token * c.expert_intermediate_size + c.shared_intermediate_size;
+        let moe = experts * (c.hidden_size + 16) + 2 * inner + 4 * c.n_experts;
+        let dense = c.hidden_size + 2 * c.dense_intermediate_size;
+        let token = 6 * c.hidden_size + attention.max(moe).max(dense) + c.head_dim;
+        let sliding = c.layers.iter().filter(|kind| kind.attention == Attention::Sliding).count();
+        let undo = sliding * 2 * kv * (c.sliding_window + BLOCK_TOKENS);
+        let path = match &self.engine {
+            // One layer's keys and values as f32.
+            None => 2 * kv * c.context_length,
+            Some(engine) => engine.workspace_values(c),
+        };
+        size_of::<f32>() * (BLOCK_TOKENS * token + undo + path)
     }
 
     /// Appends `tokens` to the sequence in `kv` and returns logits, `[rows, V]` in fp32, where `rows` is 0, 1 or
@@ -176,5 +191,23 @@ impl CpuModel {
             return Err(Error::value("tokens", found, format!("at most {} in the context", config.context_length)));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_equals_half() {
+        let mut bits = 1_u32;
+        for _ in 0..1_000_000 {
+            bits = bits.wrapping_mul(0x9E37_79B1).wrapping_add(0x1234_5677);
+            for x in [bits, bits & 0xFFFF_8000, bits | 0x7F80_0000].map(f32::from_bits) {
+                let expected = half::bf16::from_f32(x).to_f32();
+                assert_eq!(Precision::Bfloat16.round(x).to_bits(), expected.to_bits(), "{x:?} {:#x}", x.to_bits());
+                assert_eq!(Precision::Float32.round(x).to_bits(), x.to_bits());
+            }
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! The compiled kernels of this build.
 
-use crate::kernels::{self, Kernel};
+use crate::kernels::{self, Kernel, decode, decode::Family};
 
 /// A compiled `.cu`, aligned as the driver wants it.
 #[repr(C, align(16))]
@@ -9,28 +9,56 @@ pub struct Fatbin<B: ?Sized = [u8]>(B);
 /// A compiled `.cu` and the kernels in it.
 pub struct Image {
     pub(super) fatbin: &'static Fatbin,
-    pub(super) kernels: &'static [Kernel],
+    kernels: &'static [Kernel],
+    families: &'static [&'static Family],
+}
+
+impl Image {
+    fn all(&self) -> impl Iterator<Item = Kernel> {
+        self.kernels.iter().copied().chain(self.families.iter().flat_map(|family| family.all()))
+    }
+
+    pub(super) fn has(&self, kernel: Kernel) -> bool {
+        self.all().any(|other| other == kernel)
+    }
 }
 
 macro_rules! image {
-    ($name:literal, [$($kernel:ident),* $(,)?]) => {
+    ($name:literal, [$($kernel:path),* $(,)?], [$($family:path),* $(,)?]) => {
         Image {
             fatbin: &Fatbin(*include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".fatbin"))),
-            kernels: &[$(kernels::$kernel),*],
+            kernels: &[$($kernel),*],
+            families: &[$(&$family),*],
         }
     };
 }
 
 /// Every `.cu` of this build.
 pub static IMAGES: &[Image] = &[
-    image!("decode_attention", [DECODE_ATTENTION]),
-    image!("general_attention", [GENERAL_QKV_FINISH, GENERAL_ATTENTION]),
-    image!("general_moe", [GENERAL_ROUTER, GENERAL_SWIGLU, GENERAL_EXPERTS_DOWN]),
-    image!("general_norm", [GENERAL_NORM]),
-    image!("general_project", [GENERAL_EMBED, GENERAL_PROJECT]),
-    image!("nvfp4_expand", [NVFP4_EXPAND_BF16, NVFP4_EXPAND_F32]),
-    image!("repack", [REPACK_NVFP4, REPACK_BF16]),
-    image!("synthetic", [SYNTHETIC_F32, SYNTHETIC_BF16, SYNTHETIC_NVFP4]),
+    image!("decode_attention", [kernels::DECODE_ATTENTION], []),
+    image!("decode_down", [], [decode::DECODE_DOWN]),
+    image!("decode_embed", [decode::DECODE_EMBED], []),
+    image!("decode_experts_up", [], [decode::DECODE_EXPERTS_UP]),
+    image!(
+        "decode_linear",
+        [],
+        [
+            decode::DECODE_QKV,
+            decode::DECODE_O,
+            decode::DECODE_DENSE_UP,
+            decode::DECODE_DENSE_DOWN,
+            decode::DECODE_LM_HEAD,
+        ]
+    ),
+    image!("decode_router", [], [decode::DECODE_ROUTER]),
+    image!("decode_sample", [kernels::DECODE_SAMPLE], []),
+    image!("general_attention", [kernels::GENERAL_QKV_FINISH, kernels::GENERAL_ATTENTION], []),
+    image!("general_moe", [kernels::GENERAL_ROUTER, kernels::GENERAL_SWIGLU, kernels::GENERAL_EXPERTS_DOWN], []),
+    image!("general_norm", [kernels::GENERAL_NORM], []),
+    image!("general_project", [kernels::GENERAL_EMBED, kernels::GENERAL_PROJECT], []),
+    image!("nvfp4_expand", [kernels::NVFP4_EXPAND_BF16, kernels::NVFP4_EXPAND_F32], []),
+    image!("repack", [kernels::REPACK_NVFP4, kernels::REPACK_BF16], []),
+    image!("synthetic", [kernels::SYNTHETIC_F32, kernels::SYNTHETIC_BF16, kernels::SYNTHETIC_NVFP4], []),
 ];
 
 #[cfg(test)]
@@ -39,7 +67,7 @@ mod tests {
 
     #[test]
     fn no_kernel_is_listed_twice() {
-        let mut symbols: Vec<_> = IMAGES.iter().flat_map(|image| image.kernels).map(|kernel| kernel.symbol).collect();
+        let mut symbols: Vec<_> = IMAGES.iter().flat_map(Image::all).map(|kernel| kernel.symbol).collect();
         let all = symbols.len();
         symbols.sort_unstable();
         symbols.dedup();

@@ -3,6 +3,12 @@
 
 mod driver;
 mod images;
+mod load;
+mod model;
+mod pack;
+mod tables;
 
 pub use driver::{Buffer, Call, Device, Event, Function, Graph, Kernels, Pinned};
 pub use images::{Fatbin, IMAGES, Image};
+pub use load::Source;
+pub use model::{GpuModel, RunOptions, SequenceId};

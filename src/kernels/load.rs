@@ -3,7 +3,7 @@
 use std::mem::offset_of;
 
 use super::{Kernel, Launch};
-use crate::checkpoint::DType;
+use crate::{checkpoint::DType, tiles::TileFormat};
 
 /// Random values in fp32.
 pub const SYNTHETIC_F32: Kernel =
@@ -64,11 +64,6 @@ pub const REPACK_NVFP4: Kernel = Kernel { symbol: c"repack_nvfp4", args_bytes: s
 /// BF16 rows to tiles.
 pub const REPACK_BF16: Kernel = Kernel { symbol: c"repack_bf16", ..REPACK_NVFP4 };
 
-/// Outputs of a tile.
-pub const TILE_ROWS: usize = 16;
-/// Inputs of a tile.
-pub const TILE_K: usize = 512;
-
 /// The argument of the `repack` kernels, as in `cuda/args_load.h`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -96,19 +91,18 @@ const _: () = assert!(
         && offset_of!(RepackArgs, row_step) == 32
 );
 
-/// The kernel that packs `dtype`, if there is one, and the bytes of its tile.
-pub fn repack_kernel(dtype: DType) -> Option<(Kernel, usize)> {
-    match dtype {
-        DType::Nvfp4 => Some((REPACK_NVFP4, 4608)),
-        DType::Bf16 => Some((REPACK_BF16, 16_384)),
-        _ => None,
+/// The kernel that packs tiles of `format`.
+pub fn repack_kernel(format: TileFormat) -> Kernel {
+    match format {
+        TileFormat::Nvfp4 => REPACK_NVFP4,
+        TileFormat::Bf16 => REPACK_BF16,
     }
 }
 
 /// How to launch a `repack` kernel: a thread block a tile. `None` for no tiles, or more than a grid can hold.
-pub fn repack_launch(strips: u32, k_tiles: u32, tile_bytes: usize) -> Option<Launch> {
+pub fn repack_launch(strips: u32, k_tiles: u32, format: TileFormat) -> Option<Launch> {
     let fits = (1..=i32::MAX as u32).contains(&strips) && (1..=65_535).contains(&k_tiles);
-    let bytes = 2 * u64::from(strips) * u64::from(k_tiles) * tile_bytes as u64;
+    let bytes = 2 * u64::from(strips) * u64::from(k_tiles) * format.tile_bytes() as u64;
     fits.then_some(Launch { grid: [strips, k_tiles, 1], block: 256, shared_bytes: 0, bytes })
 }
 
@@ -118,14 +112,10 @@ mod tests {
 
     #[test]
     fn repack_makes_every_tile_once() {
-        let launch = repack_launch(320, 4, 4608).unwrap();
+        let launch = repack_launch(320, 4, TileFormat::Nvfp4).unwrap();
         assert_eq!((launch.grid, launch.block, launch.bytes), ([320, 4, 1], 256, 2 * 320 * 4 * 4608));
-        assert_eq!(repack_launch(0, 4, 4608), None);
-        assert_eq!(repack_launch(1, 65_536, 4608), None);
-        // A tile has the bytes of its values.
-        for dtype in [DType::Nvfp4, DType::Bf16] {
-            assert_eq!(dtype.bytes_of(&[TILE_ROWS, TILE_K]), repack_kernel(dtype).map(|(_, bytes)| bytes));
-        }
+        assert_eq!(repack_launch(0, 4, TileFormat::Bf16), None);
+        assert_eq!(repack_launch(1, 65_536, TileFormat::Bf16), None);
     }
 
     #[test]

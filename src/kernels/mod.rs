@@ -2,9 +2,11 @@
 //! without a GPU.
 
 mod attention;
+pub mod decode;
 mod expand;
 mod general;
 mod load;
+mod sample;
 
 use std::ffi::CStr;
 
@@ -12,6 +14,7 @@ pub use attention::*;
 pub use expand::*;
 pub use general::*;
 pub use load::*;
+pub use sample::*;
 
 /// What a loaded kernel must match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,4 +38,25 @@ pub struct Launch {
     pub shared_bytes: u32,
     /// Bytes that it has to read and write.
     pub bytes: u64,
+}
+
+/// The argument of a kernel of a step. Addresses are the device's.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs, reason = "each holds the struct of its name")]
+pub enum Args {
+    DecodeAttention(DecodeAttentionArgs),
+    DecodeDown(decode::DecodeDownArgs),
+    DecodeEmbed(decode::DecodeEmbedArgs),
+    DecodeExpertsUp(decode::DecodeExpertsUpArgs),
+    DecodeLinear(decode::DecodeLinearArgs),
+    DecodeRouter(decode::DecodeRouterArgs),
+    DecodeSample(DecodeSampleArgs),
+    GeneralAttention(GeneralAttentionArgs),
+    GeneralEmbed(GeneralEmbedArgs),
+    GeneralExpertsDown(GeneralExpertsDownArgs),
+    GeneralNorm(GeneralNormArgs),
+    GeneralProject(GeneralProjectArgs),
+    GeneralQkvFinish(GeneralQkvFinishArgs),
+    GeneralRouter(GeneralRouterArgs),
+    GeneralSwiglu(GeneralSwigluArgs),
 }

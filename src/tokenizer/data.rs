@@ -102,11 +102,7 @@ impl TokenizerData {
     /// that is missing or wrong.
     pub fn from_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
         match checkpoint {
-            Checkpoint::Gguf(gguf) => {
-                let first = gguf.tensors.values().next();
-                let file = first.map_or(Path::new("GGUF"), |tensor| tensor.file.as_path());
-                Self::from_gguf_metadata(file, &gguf.metadata)
-            }
+            Checkpoint::Gguf(gguf) => Self::from_gguf_metadata(&gguf.path, &gguf.metadata),
             Checkpoint::Safetensors(dir) => Self::from_folder(&dir.path, &dir.config),
         }
     }
@@ -133,8 +129,9 @@ impl TokenizerData {
         self.tokens.len()
     }
 
-    /// `self` with its end tokens: `named` (key and id) and those that are known by their text.
-    pub(super) fn with_end_tokens(mut self, named: &[(String, u32)]) -> Result<Self> {
+    /// `self` with its end tokens: `named` (key and id) and those that are known by their text. `eos` is the one that the
+    /// source calls so; without it, the first that [`END_NAMES`] lists.
+    pub(super) fn with_end_tokens(mut self, named: &[(String, u32)], eos: Option<u32>) -> Result<Self> {
         let mut ids = BTreeSet::new();
         for (key, id) in named {
             if *id as usize >= self.tokens.len() {
@@ -143,11 +140,11 @@ impl TokenizerData {
             }
             ids.insert(*id);
         }
-        let by_name = (0u32..)
-            .zip(&self.tokens)
-            .filter(|(_, token)| token.kind() == TokenKind::Control && END_NAMES.contains(&token.text()));
-        ids.extend(by_name.map(|(id, _)| id));
-        self.eos_token_id = named.first().map(|(_, id)| *id);
+        let place = |token: &Token| END_NAMES.iter().position(|name| *name == token.text());
+        let controls = (0u32..).zip(&self.tokens).filter(|(_, token)| token.kind() == TokenKind::Control);
+        let by_name: Vec<(usize, u32)> = controls.filter_map(|(id, token)| Some((place(token)?, id))).collect();
+        ids.extend(by_name.iter().map(|(_, id)| id));
+        self.eos_token_id = eos.or_else(|| by_name.iter().min().map(|(_, id)| *id));
         self.end_token_ids = ids.into_iter().collect();
         Ok(self)
     }

@@ -25,7 +25,7 @@ const EOG: &str = "tokenizer.ggml.eog_token_ids";
 const CHAT_TEMPLATE: &str = "tokenizer.chat_template";
 
 /// ggml's token types; 2 (unknown) and 6 (byte) do not occur in byte-level BPE.
-const KINDS: [(i64, TokenKind); 4] =
+const KINDS: [(u64, TokenKind); 4] =
     [(1, TokenKind::Normal), (3, TokenKind::Control), (4, TokenKind::UserDefined), (5, TokenKind::Unused)];
 
 /// What `metadata` of `file` says.
@@ -52,13 +52,18 @@ pub(super) fn read(file: &Path, metadata: &Metadata) -> Result<TokenizerData> {
     }
     let mut merges = Vec::new();
     for (rank, merge) in keys.array(MERGES, "strings")?.iter().enumerate() {
-        let text = keys.string(&format!("{MERGES}[{rank}]"), merge)?;
-        let Some((left, right)) = text.split_once(' ').filter(|(_, right)| !right.contains(' ')) else {
-            return Err(keys.wrong(&format!("{MERGES}[{rank}]"), "two tokens with a space between", shorten(text)));
+        let pair = match merge {
+            Value::String(text) => text.split_once(' ').filter(|(_, right)| !right.contains(' ')),
+            _ => None,
+        };
+        let Some((left, right)) = pair else {
+            let name = format!("{MERGES}[{rank}]");
+            return Err(keys.wrong(&name, "a string of two tokens with a space between", merge.describe()));
         };
         merges.push((left.to_owned(), right.to_owned()));
     }
     let mut ends = Vec::new();
+    let eos = metadata.get(EOS).map(|value| keys.id(EOS, value)).transpose()?;
     for key in [EOS, EOT, EOM] {
         if let Some(value) = metadata.get(key) {
             ends.push((key.to_owned(), keys.id(key, value)?));
@@ -85,7 +90,7 @@ pub(super) fn read(file: &Path, metadata: &Metadata) -> Result<TokenizerData> {
         chat_template,
     }
     .checked(&Keys { tokens: TOKENS, merges: MERGES })?
-    .with_end_tokens(&ends)
+    .with_end_tokens(&ends, eos)
 }
 
 /// The keys that say what `data` says. Beside the first end token, the role markers that end a turn go into the keys
@@ -110,7 +115,10 @@ pub(super) fn write(data: &TokenizerData) -> Result<Metadata> {
         (MODEL.to_owned(), text("gpt2")),
         (PRE.to_owned(), text("flint")),
         (TOKENS.to_owned(), Value::Array(data.tokens.iter().map(|token| text(token.text())).collect())),
-        (TOKEN_TYPE.to_owned(), Value::Array(data.tokens.iter().map(|token| Value::Signed(kind(token))).collect())),
+        (
+            TOKEN_TYPE.to_owned(),
+            Value::Array(data.tokens.iter().map(|token| Value::Signed(kind(token) as i64)).collect()),
+        ),
         (
             MERGES.to_owned(),
             Value::Array(data.merges.iter().map(|(left, right)| Value::String(format!("{left} {right}"))).collect()),
@@ -145,10 +153,9 @@ impl<'a> Reader<'a> {
     }
 
     fn exactly(&self, key: &str, expected: &str) -> Result<()> {
-        let expected = format!("{expected:?}");
-        match self.get(key, &expected)? {
-            Value::String(text) if format!("{text:?}") == expected => Ok(()),
-            other => Err(self.wrong(key, expected, describe(other))),
+        match self.get(key, expected)? {
+            Value::String(text) if text == expected => Ok(()),
+            other => Err(self.wrong(key, expected, other.describe())),
         }
     }
 
@@ -156,31 +163,33 @@ impl<'a> Reader<'a> {
         let expected = format!("an array of {of}");
         match self.get(key, &expected)? {
             Value::Array(values) => Ok(values),
-            other => Err(self.wrong(key, expected, describe(other))),
+            other => Err(self.wrong(key, expected, other.describe())),
         }
     }
 
     fn string(&self, key: &str, value: &'a Value) -> Result<&'a str> {
         match value {
             Value::String(text) => Ok(text),
-            other => Err(self.wrong(key, "a string", describe(other))),
+            other => Err(self.wrong(key, "a string", other.describe())),
         }
     }
 
     fn id(&self, key: &str, value: &Value) -> Result<u32> {
-        integer(value)
+        value
+            .as_u64()
             .and_then(|id| u32::try_from(id).ok())
-            .ok_or_else(|| self.wrong(key, "a token id", describe(value)))
+            .ok_or_else(|| self.wrong(key, "a token id", value.describe()))
     }
 
     fn token(&self, id: usize, text: &'a Value, kind: &Value) -> Result<Token> {
         let text = match text {
             Value::String(text) => text.clone(),
-            other => return Err(self.wrong(&format!("{TOKENS}[{id}]"), "a string", describe(other))),
+            other => return Err(self.wrong(&format!("{TOKENS}[{id}]"), "a string", other.describe())),
         };
-        let kind = integer(kind)
+        let kind = kind
+            .as_u64()
             .and_then(|number| KINDS.iter().find(|(n, _)| *n == number))
-            .ok_or_else(|| self.wrong(&format!("{TOKEN_TYPE}[{id}]"), "1, 3, 4 or 5", describe(kind)))?
+            .ok_or_else(|| self.wrong(&format!("{TOKEN_TYPE}[{id}]"), "1, 3, 4 or 5", kind.describe()))?
             .1;
         Ok(match kind {
             TokenKind::Normal => Token::Normal(text),
@@ -189,24 +198,5 @@ impl<'a> Reader<'a> {
                 Token::Added(AddedToken::from(text, kind == TokenKind::Control).normalized(false))
             }
         })
-    }
-}
-
-fn integer(value: &Value) -> Option<i64> {
-    match value {
-        Value::Unsigned(n) => i64::try_from(*n).ok(),
-        Value::Signed(n) => Some(*n),
-        _ => None,
-    }
-}
-
-fn describe(value: &Value) -> String {
-    match value {
-        Value::Unsigned(n) => n.to_string(),
-        Value::Signed(n) => n.to_string(),
-        Value::Float(x) => x.to_string(),
-        Value::Bool(b) => b.to_string(),
-        Value::String(text) => shorten(text),
-        Value::Array(values) => format!("an array of {}", values.len()),
     }
 }

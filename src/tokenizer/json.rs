@@ -109,7 +109,7 @@ pub(super) fn read(folder: &Path, config: &Value) -> Result<TokenizerData> {
         chat_template: side.chat_template()?,
     }
     .checked(&Keys { tokens: "model.vocab", merges: "model.merges" })?
-    .with_end_tokens(&ends)
+    .with_end_tokens(&ends, ends.first().map(|(_, id)| *id))
 }
 
 /// Refuses what is not Flint's way from text to pieces; it would give other ids than the model learned.

@@ -1,5 +1,7 @@
 //! The whole list of tensors that a Flint has, with their names in both kinds of checkpoint.
 
+use serde::Serialize;
+
 use crate::config::{FlintConfig, Mlp};
 
 /// One tensor, or one tensor an expert.
@@ -24,6 +26,32 @@ pub(crate) enum Shape {
     Router(usize, usize),
     /// So many projections `[rows, cols]`; a GGUF stacks them, the expert outermost.
     Experts(usize, usize, usize),
+}
+
+/// Weights of a Flint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct ParameterCount {
+    /// All of them.
+    pub total: u64,
+    /// Those that one token uses: its row of the embedding, its experts, and everything that is not one of many.
+    pub active: u64,
+}
+
+/// The weights of a Flint of these dimensions.
+pub fn parameter_count(config: &FlintConfig) -> ParameterCount {
+    let mut count = ParameterCount { total: 0, active: 0 };
+    for spec in list(config) {
+        let (total, active) = match spec.shape {
+            Shape::Vector(len) => (len, len),
+            Shape::Matrix(rows, cols) if spec.gguf == "token_embd.weight" => (rows * cols, cols),
+            Shape::Matrix(rows, cols) | Shape::Router(rows, cols) => (rows * cols, rows * cols),
+            Shape::Experts(n, rows, cols) => (n * rows * cols, config.n_experts_per_token * rows * cols),
+        };
+        // A header may claim more than there can be; each part fits 64 bits, their sum need not.
+        count.total = count.total.saturating_add(total as u64);
+        count.active = count.active.saturating_add(active as u64);
+    }
+    count
 }
 
 /// The tensors of a Flint of these dimensions, in the order in which a file is written.
@@ -72,4 +100,40 @@ pub(crate) fn list(config: &FlintConfig) -> Vec<Spec> {
         }
     }
     list
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Attention, LayerKind};
+
+    #[test]
+    fn counts_the_published_model() {
+        let mlp = |n| if n < 2 { Mlp::Dense } else { Mlp::Moe };
+        let layers = (0..49).map(|n| LayerKind { attention: Attention::Full, rope: false, mlp: mlp(n) }).collect();
+        let config = FlintConfig {
+            hidden_size: 2048,
+            vocab_size: 150_144,
+            context_length: 262_144,
+            n_heads: 32,
+            n_kv_heads: 4,
+            head_dim: 128,
+            dense_intermediate_size: 6144,
+            n_experts: 256,
+            n_experts_per_token: 6,
+            expert_intermediate_size: 512,
+            shared_intermediate_size: 1024,
+            sliding_window: 513,
+            rms_norm_eps: 1e-6,
+            rope_theta: 10_000.0,
+            layers,
+        };
+        let ParameterCount { total, active } = parameter_count(&config);
+        assert!((total as f64 / 39.8e9 - 1.0).abs() < 0.002 && (active as f64 / 2.5e9 - 1.0).abs() < 0.02);
+        // The published file has 779 weights, 485 of them NVFP4: every matrix but embedding and routers.
+        let list = list(&config);
+        assert_eq!(list.len(), 3 + 2 * 12 + 47 * 16);
+        let matrices = list.iter().filter(|spec| matches!(spec.shape, Shape::Matrix(..) | Shape::Experts(..)));
+        assert_eq!(matrices.count() - 1, 485);
+    }
 }

@@ -75,25 +75,41 @@ impl Matrix {
         }
     }
 
+    /// The stored bytes of row `row`.
+    ///
+    /// # Panics
+    /// When `row` is not below `rows`.
+    pub fn row(&self, row: usize) -> &[u8] {
+        assert!(row < self.rows, "row {row} of {}", self.rows);
+        &self.data.bytes()[row * self.row_bytes()..][..self.row_bytes()]
+    }
+
     /// Writes row `row` (`[cols]`) to `out`, without [`Self::scale`]. Exact for every type.
     ///
     /// # Panics
     /// When `row` is not below `rows` or `out` has not `cols` values.
     pub fn decode_row(&self, row: usize, out: &mut [f32]) {
-        assert!(row < self.rows && out.len() == self.cols, "row {row} of {} x {}", self.rows, self.cols);
-        let bytes = &self.data.bytes()[row * self.row_bytes()..][..self.row_bytes()];
-        match self.data {
-            MatrixData::Nvfp4 { .. } => nvfp4::decode(bytes, out),
-            MatrixData::Q8_0(_) => {
-                for (block, out) in bytes.as_chunks::<34>().0.iter().zip(out.chunks_exact_mut(32)) {
-                    let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
-                    for (code, out) in block[2..].iter().zip(out) {
-                        *out = scale * f32::from(code.cast_signed());
-                    }
+        assert_eq!(out.len(), self.cols);
+        decode(self.data.dtype(), self.row(row), out);
+    }
+}
+
+/// Writes the values of `bytes`, whole blocks of a type that matrices have, to `out`.
+///
+/// # Panics
+/// For any other type, or when the lengths of NVFP4 do not fit each other.
+pub(crate) fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) {
+    match dtype {
+        DType::Nvfp4 => nvfp4::decode(bytes, out),
+        DType::Q8_0 => {
+            for (block, out) in bytes.as_chunks::<34>().0.iter().zip(out.chunks_exact_mut(32)) {
+                let scale = f16::from_le_bytes([block[0], block[1]]).to_f32();
+                for (code, out) in block[2..].iter().zip(out) {
+                    *out = scale * f32::from(code.cast_signed());
                 }
             }
-            _ => decode_floats(self.data.dtype(), bytes, out),
         }
+        _ => decode_floats(dtype, bytes, out),
     }
 }
 

@@ -1,6 +1,11 @@
 //! A small Flint tokenizer, trained in the test with the `tokenizers` library's own trainer.
 
-use std::{fs, path::PathBuf};
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use flint_rs::{Result, tokenizer::TokenizerData};
 use serde_json::{Value, json};
@@ -58,10 +63,16 @@ impl Folder {
             .unwrap();
         tokenizer.train(&mut trainer, corpus().into_iter()).unwrap();
         tokenizer.add_special_tokens(SPECIAL.iter().map(|name| AddedToken::from(*name, true))).unwrap();
-        tokenizer.add_tokens(TAGS.iter().map(|name| AddedToken::from(*name, false).normalized(false))).unwrap();
+        tokenizer
+            .add_tokens(TAGS.iter().map(|name| AddedToken::from(*name, false).normalized(*name == "答案")))
+            .unwrap();
         let folder = Self { dir: tempfile::tempdir().unwrap() };
         tokenizer.save(folder.file("tokenizer.json"), false).unwrap();
         folder
+    }
+
+    pub fn path(&self) -> &Path {
+        self.dir.path()
     }
 
     pub fn file(&self, name: &str) -> PathBuf {

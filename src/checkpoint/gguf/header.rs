@@ -17,6 +17,8 @@ use crate::{
 const MIN_KEY_BYTES: usize = 8 + 1 + 4 + 1;
 /// The least bytes that a tensor's description can take: a name of one byte, one dimension, a type and an offset.
 const MIN_TENSOR_BYTES: usize = 8 + 1 + 4 + 8 + 4 + 8;
+/// Most tensors and most keys of one file. Flint has 1,264 tensors with their scales.
+const MAX_ITEMS: usize = 1 << 16;
 const MAX_KEY_BYTES: usize = 65535;
 const MAX_TENSOR_NAME_BYTES: usize = 64;
 const MAX_DIMENSIONS: u32 = 4;
@@ -86,8 +88,8 @@ impl Part {
             let big_endian = if matches!(version.swap_bytes(), 1..=3) { " (big-endian)" } else { "" };
             return Err(reader.error("version", "2 or 3, little-endian", format!("{version}{big_endian}")));
         }
-        let tensor_count = reader.count("tensor count", MIN_TENSOR_BYTES)?;
-        let key_count = reader.count("key count", MIN_KEY_BYTES)?;
+        let tensor_count = reader.count("tensor count", MIN_TENSOR_BYTES, MAX_ITEMS)?;
+        let key_count = reader.count("key count", MIN_KEY_BYTES, MAX_ITEMS)?;
         let metadata = keys(&mut reader, key_count)?;
         let alignment = alignment(path, &metadata)?;
         let mut descriptions = Vec::with_capacity(tensor_count);

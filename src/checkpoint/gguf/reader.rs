@@ -39,14 +39,14 @@ impl<'a> Reader<'a> {
     }
 
     /// A count of items that take at least `item_bytes` each, so that a wrong one is refused before anything is
-    /// allocated for it.
-    pub(super) fn count(&mut self, what: &str, item_bytes: usize) -> Result<usize> {
+    /// allocated for it; at most `limit`, which bounds memory where the file is large.
+    pub(super) fn count(&mut self, what: &str, item_bytes: usize, limit: usize) -> Result<usize> {
         let count = self.u64(what)?;
-        let most = self.rest.len() / item_bytes;
+        let left = self.rest.len();
         match usize::try_from(count) {
-            Ok(count) if count <= most => Ok(count),
+            Ok(count) if count <= limit.min(left / item_bytes) => Ok(count),
             _ => {
-                let expected = format!("a count of at most {most}, as the file has {} more bytes", self.rest.len());
+                let expected = format!("a count of at most {limit} whose items fit the remaining {left} bytes");
                 Err(self.error(what, expected, count.to_string()))
             }
         }
@@ -72,12 +72,8 @@ impl<'a> Reader<'a> {
         if kind == ARRAY {
             return Err(self.error(key, "a list of numbers, bools or strings", "a list of lists"));
         }
-        let count = self.count(key, self.least_bytes(key, kind)?)?;
-        let Some(elements_left) = self.elements_left.checked_sub(count) else {
-            let expected = format!("at most {MAX_ARRAY_ELEMENTS} list elements in one file");
-            return Err(self.error(key, expected, format!("a list of {count}")));
-        };
-        self.elements_left = elements_left;
+        let count = self.count(key, self.least_bytes(key, kind)?, self.elements_left)?;
+        self.elements_left -= count;
         let mut values = Vec::with_capacity(count);
         for _ in 0..count {
             values.push(self.scalar(key, kind)?);

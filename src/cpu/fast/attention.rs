@@ -16,7 +16,7 @@ use crate::{
 /// Query rows of a task. Their scores over a window of 512 fit the second-level cache.
 const TASK_ROWS: usize = 128;
 /// Most bytes of scores that a thread holds; long contexts take fewer rows a task.
-pub(super) const SCORE_BYTES: usize = 16 << 20;
+const SCORE_BYTES: usize = 16 << 20;
 /// Positions of values that are expanded together.
 const VALUE_ROWS: usize = 64;
 
@@ -29,6 +29,13 @@ pub(super) struct Args<'a> {
     /// Position of the first token.
     pub(super) start: usize,
     pub(super) precision: Precision,
+}
+
+/// f32 values that a thread holds for a task.
+pub(super) fn workspace_values(config: &FlintConfig) -> usize {
+    let scores = (SCORE_BYTES / 4).min(TASK_ROWS * config.context_length.next_multiple_of(TILE_COLS));
+    let width = config.head_dim.next_multiple_of(TILE_COLS);
+    scores.max(config.context_length.next_multiple_of(TILE_COLS)) + (2 * TASK_ROWS + VALUE_ROWS + 3 * TILE_COLS) * width
 }
 
 /// Query rows of one KV head: `n_heads` heads of each token.

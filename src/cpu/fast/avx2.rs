@@ -1,19 +1,14 @@
 //! The inner loops in AVX2 with FMA and F16C. What each computes is said in [`super::simd::Isa`], which also checks the bounds
 //! that [`tile`] relies on.
+#![allow(clippy::wildcard_imports)] // The intrinsics are better known by name than by import.
 
 use std::arch::x86_64::*;
 
 use super::{
     portable,
-    simd::{Panel, TILE_COLS, Tile},
+    simd::{Panel, TILE_COLS, Tile, packed_len},
 };
-use crate::{
-    checkpoint::DType,
-    cpu::{
-        Precision,
-        rows::{E4M3, packed_len},
-    },
-};
+use crate::{checkpoint::DType, cpu::Precision, nvfp4::SCALES};
 
 /// Doubled values of the 4-bit codes, as signed bytes.
 const DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
@@ -89,7 +84,7 @@ pub fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) {
             let nibble = _mm_set1_epi8(15);
             for (out, block) in out.chunks_exact_mut(64).zip(bytes.chunks_exact(36)) {
                 for (s, out) in out.chunks_exact_mut(16).enumerate() {
-                    let scale = _mm256_set1_ps(0.5 * E4M3[usize::from(block[s] & 0x7F)]);
+                    let scale = _mm256_set1_ps(0.5 * SCALES[usize::from(block[s])]);
                     let codes = load_bytes::<8>(&block[4 + 8 * s..]);
                     let low = _mm_and_si128(codes, nibble);
                     let high = _mm_and_si128(_mm_srli_epi16::<4>(codes), nibble);

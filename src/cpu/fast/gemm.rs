@@ -3,17 +3,9 @@
 use super::{
     Engine,
     parallel::{self, Disjoint},
-    simd::{Isa, Panel, TILE_COLS, TILE_ROWS, Tile},
+    simd::{Isa, Panel, TILE_COLS, TILE_ROWS, Tile, packed_len},
 };
-use crate::{
-    cancel::Cancel,
-    cpu::{
-        Precision,
-        rows::{self, packed_len, scale},
-    },
-    error::Result,
-    weights::Matrix,
-};
+use crate::{cancel::Cancel, cpu::Precision, error::Result, weights::Matrix};
 
 /// Columns of weights that are expanded together, whole blocks of any type: a panel of 16 KiB stays in the first-level cache
 /// while the tokens stream by.
@@ -88,6 +80,9 @@ pub(super) struct Workspace {
 }
 
 impl Workspace {
+    /// Its size in f32 values.
+    pub(super) const VALUES: usize = 2 * PANEL_DEPTH * TILE_COLS;
+
     pub(super) fn new() -> Self {
         Self { rows: vec![0.0; PANEL_DEPTH * TILE_COLS], panel: vec![0.0; PANEL_DEPTH * TILE_COLS] }
     }
@@ -101,7 +96,7 @@ impl Workspace {
             let rows = &mut self.rows[..depth * TILE_COLS];
             for (i, out) in rows.chunks_exact_mut(depth).enumerate() {
                 if i < n_rows {
-                    let (dtype, bytes) = rows::row(matrix, first + i);
+                    let (dtype, bytes) = (matrix.data.dtype(), matrix.row(first + i));
                     isa.decode(dtype, &bytes[packed_len(dtype, k)..packed_len(dtype, k + depth)], out);
                 } else {
                     out.fill(0.0);
@@ -142,7 +137,7 @@ impl Engine {
                 // SAFETY: each task has its own columns of a matrix.
                 let out = unsafe { views[i].slice(start..start + n) };
                 for (out, c) in out.iter_mut().zip(c) {
-                    *out = precision.round(c * scale(matrix));
+                    *out = precision.round(c * matrix.scale());
                 }
             }
         })?;

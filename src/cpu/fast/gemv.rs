@@ -5,15 +5,7 @@ use super::{
     parallel::{self, Disjoint},
     simd::Arranged,
 };
-use crate::{
-    cancel::Cancel,
-    cpu::{
-        Precision,
-        rows::{self, scale},
-    },
-    error::Result,
-    weights::Matrix,
-};
+use crate::{cancel::Cancel, cpu::Precision, error::Result, weights::Matrix};
 
 /// Packed bytes of a task: a few microseconds, so that the last one to end is not waited for long.
 const TASK_BYTES: usize = 32 * 1024;
@@ -52,12 +44,11 @@ impl Engine {
 
     /// One row of a matrix times `x`, in fp32.
     pub(super) fn row_product(&self, matrix: &Matrix, row: usize, x: &Arranged) -> f32 {
-        let (dtype, bytes) = rows::row(matrix, row);
-        self.isa.dot(dtype, bytes, x) * scale(matrix)
+        self.isa.dot(matrix.data.dtype(), matrix.row(row), x) * matrix.scale()
     }
 }
 
 /// Rows of `matrix` that make a task.
 pub(super) fn task_rows(matrix: &Matrix) -> usize {
-    (TASK_BYTES / rows::row_bytes(matrix)).max(1)
+    (TASK_BYTES / matrix.row_bytes()).max(1)
 }

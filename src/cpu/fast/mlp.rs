@@ -9,12 +9,12 @@ use super::{
 };
 use crate::{
     cancel::Cancel,
-    cpu::{Precision, reference::Routes, rows::scale},
+    cpu::{Precision, reference::Routes},
     error::Result,
     weights::SwiGlu,
 };
 
-/// Tokens that go through one SwiGLU.
+/// Tokens that go through one `SwiGlu`.
 struct Batch<'a> {
     weights: &'a SwiGlu,
     /// Token and routing weight.
@@ -150,7 +150,7 @@ impl Engine {
             ups.resize(n_tokens * TILE_COLS, 0.0);
             workspace.multiply(self.isa, gate, first, &inputs[i], gates);
             workspace.multiply(self.isa, up, first, &inputs[i], ups);
-            self.isa.silu_mul(gates, scale(gate), ups, scale(up), precision);
+            self.isa.silu_mul(gates, gate.scale(), ups, up.scale(), precision);
             let n = TILE_COLS.min(gate.rows - first);
             for (tile, gates) in gates.chunks(TILE_ROWS * TILE_COLS).enumerate() {
                 // SAFETY: each task has its own columns of a batch.
@@ -189,7 +189,7 @@ impl Engine {
                 let is_shared = i + 1 == batches.len();
                 for (products, &(t, weight)) in products.chunks_exact(TILE_COLS).zip(&batch.tokens) {
                     for (routed, product) in routed[t * TILE_COLS..(t + 1) * TILE_COLS].iter_mut().zip(products) {
-                        let y = precision.round(product * scale(down));
+                        let y = precision.round(product * down.scale());
                         *routed = if is_shared {
                             precision.round(precision.round(*routed) + y)
                         } else {

@@ -13,15 +13,20 @@ mod simd;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use self::{attention::Args, gemm::Packed, parallel::Disjoint, simd::Isa};
+use self::{
+    attention::Args,
+    gemm::Packed,
+    parallel::Disjoint,
+    simd::{Isa, TILE_COLS},
+};
 use super::{
-    Kv, Positions, Precision,
+    BLOCK_TOKENS, Kv, Positions, Precision,
     reference::{self, Routes},
     rope::{Rope, RopeTable},
 };
 use crate::{
     cancel::Cancel,
-    config::Attention,
+    config::{Attention, FlintConfig},
     error::{Error, Result},
     weights::{Matrix, MlpWeights, Weights},
 };
@@ -48,6 +53,12 @@ impl Engine {
             .build()
             .map_err(|why| Error::Unavailable { what: "a thread pool".into(), why: why.to_string() })?;
         Ok(Self { pool, isa })
+    }
+
+    /// f32 values that the threads hold beside the activations of a block.
+    pub(super) fn workspace_values(&self, config: &FlintConfig) -> usize {
+        let thread = attention::workspace_values(config) + gemm::Workspace::VALUES + 3 * BLOCK_TOKENS * TILE_COLS;
+        self.pool.current_num_threads() * thread
     }
 
     /// As [`reference::forward_block`].
@@ -187,3 +198,6 @@ impl Pass<'_> {
         )
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,13 +1,13 @@
 //! The inner loops in plain code. What each computes is said in [`super::simd::Isa`].
 
-use super::simd::{Panel, TILE_COLS, Tile};
+use super::simd::{Panel, TILE_COLS, Tile, packed_len};
 use crate::{
     checkpoint::DType,
     cpu::{
         Precision,
         reference::{self, silu},
-        rows::{self, packed_len},
     },
+    weights,
 };
 
 pub fn dot(dtype: DType, row: &[u8], x: &[f32]) -> f32 {
@@ -17,14 +17,14 @@ pub fn dot(dtype: DType, row: &[u8], x: &[f32]) -> f32 {
         .zip(row)
         .map(|(x, row)| {
             let values = &mut values[..x.len()];
-            rows::decode(dtype, row, values);
+            weights::decode(dtype, row, values);
             reference::dot(values, x)
         })
         .sum()
 }
 
 pub fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) {
-    rows::decode(dtype, bytes, out);
+    weights::decode(dtype, bytes, out);
 }
 
 pub fn transpose(rows: &[f32], panel: &mut [f32]) {

@@ -10,6 +10,11 @@ pub const TILE_ROWS: usize = 6;
 /// Columns of a tile and of a panel.
 pub const TILE_COLS: usize = 16;
 
+/// Bytes of `n` values, whole blocks of `dtype`.
+pub fn packed_len(dtype: DType, n: usize) -> usize {
+    n / dtype.block_len() * dtype.block_bytes()
+}
+
 /// The instructions to use. Only [`Isa::detect`] makes `Avx2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
@@ -58,8 +63,9 @@ impl Isa {
         dispatch!(self, dot(dtype, row, x))
     }
 
-    /// As [`crate::cpu::rows::decode`].
+    /// Writes the values of `bytes`, whole blocks of `dtype` without the scale of their tensor, to `out`.
     pub fn decode(self, dtype: DType, bytes: &[u8], out: &mut [f32]) {
+        assert_eq!(bytes.len(), packed_len(dtype, out.len()));
         dispatch!(self, decode(dtype, bytes, out));
     }
 
@@ -95,7 +101,7 @@ impl Isa {
         dispatch!(self, softmax(row, scale, sink, precision));
     }
 
-    /// gate = round(silu(gate * gate_scale) * (up * up_scale)).
+    /// `gate = round(silu(gate * gate_scale) * (up * up_scale))`.
     pub fn silu_mul(self, gate: &mut [f32], gate_scale: f32, up: &[f32], up_scale: f32, precision: Precision) {
         assert_eq!(gate.len(), up.len());
         dispatch!(self, silu_mul(gate, gate_scale, up, up_scale, precision));

@@ -1,4 +1,4 @@
-//! Feed-forward parts: SwiGLU, router, mixture of experts.
+//! Feed-forward parts: `SwiGlu`, router, mixture of experts.
 
 use super::project;
 use crate::{

@@ -3,7 +3,7 @@
 //! chunks gives the same bits. Kernels are tested against these functions one by one.
 //!
 //! Shapes use fixed letters: T tokens, D hidden width, H query heads, G KV heads, E experts, K chosen experts, F the
-//! inner width of a SwiGLU, V vocabulary, P cached positions. All arrays are row-major, the last letter contiguous.
+//! inner width of a `SwiGlu`, V vocabulary, P cached positions. All arrays are row-major, the last letter contiguous.
 
 mod attention;
 mod mlp;
@@ -43,7 +43,7 @@ pub(super) fn forward_block(
     let mut residual = vec![0.0; tokens.len() * config.hidden_size];
     let mut x = embed(&weights.embedding, tokens, precision);
     for index in 0..weights.layers.len() {
-        x = layer(weights, index, &table, precision, kv, x, &mut residual, cancel)?;
+        x = layer(weights, index, &table, precision, kv, &x, &mut residual, cancel)?;
     }
     let d = config.hidden_size;
     let wanted = match positions {
@@ -65,7 +65,7 @@ fn layer(
     table: &RopeTable,
     precision: Precision,
     kv: &mut Kv,
-    x: Vec<f32>,
+    x: &[f32],
     residual: &mut [f32],
     cancel: &Cancel,
 ) -> Result<Vec<f32>> {
@@ -74,7 +74,7 @@ fn layer(
     let eps = config.rms_norm_eps;
     let table = kind.rope.then_some(table);
 
-    let x = rms_norm_residual(&x, residual, &layer.attn_norm, eps, precision);
+    let x = rms_norm_residual(x, residual, &layer.attn_norm, eps, precision);
     let q = project(&layer.q, &x, precision, cancel)?;
     let k = project(&layer.k, &x, precision, cancel)?;
     let v = project(&layer.v, &x, precision, cancel)?;

@@ -7,6 +7,9 @@ use crate::cpu::Precision;
 /// out = round(w * s * rsqrt(mean(s^2) + eps)), from the unrounded s.
 ///
 /// `x`, `residual` and the result are `[T, D]`, `weight` is `[D]`.
+///
+/// # Panics
+/// When `x` and `residual` differ in length.
 pub fn rms_norm_residual(x: &[f32], residual: &mut [f32], weight: &[f32], eps: f32, precision: Precision) -> Vec<f32> {
     assert_eq!(x.len(), residual.len());
     let mut out = Vec::with_capacity(x.len());

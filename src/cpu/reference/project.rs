@@ -1,17 +1,12 @@
 //! Products with weight matrices.
 
-use crate::{
-    cancel::Cancel,
-    cpu::{
-        Precision,
-        rows::{self, scale},
-    },
-    error::Result,
-    weights::Matrix,
-};
+use crate::{cancel::Cancel, cpu::Precision, error::Result, weights::Matrix};
 
 /// The sum of `a[i] * b[i]` in fp32, over 16 interleaved partial sums that are then added pairwise: the error of a row of
 /// thousands stays near 1e-6 of the sum of magnitudes.
+///
+/// # Panics
+/// When the lengths differ.
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     let mut lanes = [0f32; 16];
@@ -37,10 +32,9 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
 pub fn embed(embedding: &Matrix, tokens: &[u32], precision: Precision) -> Vec<f32> {
     let mut out = vec![0.0; tokens.len() * embedding.cols];
     for (out, &token) in out.chunks_exact_mut(embedding.cols).zip(tokens) {
-        let (dtype, bytes) = rows::row(embedding, token as usize);
-        rows::decode(dtype, bytes, out);
+        embedding.decode_row(token as usize, out);
         for out in out {
-            *out = precision.round(*out * scale(embedding));
+            *out = precision.round(*out * embedding.scale());
         }
     }
     out
@@ -50,13 +44,12 @@ pub fn embed(embedding: &Matrix, tokens: &[u32], precision: Precision) -> Vec<f3
 ///
 /// `matrix` is `[N, M]`, `x` `[T, M]`, the result `[T, N]`.
 pub fn project(matrix: &Matrix, x: &[f32], precision: Precision, cancel: &Cancel) -> Result<Vec<f32>> {
-    let scale = scale(matrix);
+    let scale = matrix.scale();
     let mut row = vec![0.0; matrix.cols];
     let mut out = vec![0.0; x.len() / matrix.cols * matrix.rows];
     for n in 0..matrix.rows {
         cancel.check()?;
-        let (dtype, bytes) = rows::row(matrix, n);
-        rows::decode(dtype, bytes, &mut row);
+        matrix.decode_row(n, &mut row);
         for (out, x) in out.chunks_exact_mut(matrix.rows).zip(x.chunks_exact(matrix.cols)) {
             out[n] = precision.round(dot(&row, x) * scale);
         }

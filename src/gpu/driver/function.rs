@@ -2,7 +2,8 @@
 
 use std::{
     cell::{Cell, RefCell},
-    ffi::{c_int, c_void},
+    collections::BTreeMap,
+    ffi::{CStr, c_int, c_void},
     mem::MaybeUninit,
     ptr,
     rc::Rc,
@@ -27,37 +28,43 @@ const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 pub struct Kernels {
     device: Device,
     images: &'static [Image],
-    loaded: RefCell<Vec<Option<Rc<Module>>>>,
+    modules: RefCell<Vec<Option<Rc<Module>>>>,
+    functions: RefCell<BTreeMap<&'static CStr, Function>>,
 }
 
 impl Device {
     /// Nothing of `images`, yet.
     pub fn kernels(&self, images: &'static [Image]) -> Kernels {
-        Kernels { device: self.clone(), images, loaded: RefCell::new(vec![None; images.len()]) }
+        let modules = RefCell::new(vec![None; images.len()]);
+        Kernels { device: self.clone(), images, modules, functions: RefCell::default() }
     }
 }
 
 impl Kernels {
     /// The kernel, whose argument's size was compared with the Rust struct's. Called when a step is built, not when it runs.
     pub fn get(&self, kernel: Kernel) -> Result<Function> {
+        if let Some(function) = self.functions.borrow().get(kernel.symbol) {
+            return Ok(function.clone());
+        }
         let what = format!("loading kernel {}", kernel.symbol.to_string_lossy());
-        let Some(index) = self.images.iter().position(|image| image.kernels.contains(&kernel)) else {
+        let Some(index) = self.images.iter().position(|image| image.has(kernel)) else {
             return Err(Error::Device { what, why: "no image of this build lists it".into() });
         };
-        let slot = &mut self.loaded.borrow_mut()[index];
+        let slot = &mut self.modules.borrow_mut()[index];
         let module = match slot {
             Some(module) => module,
             None => slot.insert(Rc::new(Module::load(&self.device, self.images[index].fatbin).map_err(failed(&what))?)),
         };
-        // SAFETY: the module is loaded until the function, which holds it, is dropped.
-        let raw = unsafe { result::module::get_function(module.raw, kernel.symbol.into()) }.map_err(failed(&what))?;
+        let raw = module.function(kernel).map_err(failed(&what))?;
         let size = argument_size(raw).map_err(failed(&what))?;
         if size != kernel.args_bytes {
             let why = format!("its argument has {size} bytes, the Rust struct {}", kernel.args_bytes);
             return Err(Error::Device { what, why });
         }
         let shared_limit = Rc::new(Cell::new(DEFAULT_SHARED_BYTES));
-        Ok(Function { raw, kernel, shared_limit, module: Rc::clone(module) })
+        let function = Function { raw, kernel, shared_limit, module: Rc::clone(module) };
+        self.functions.borrow_mut().insert(kernel.symbol, function.clone());
+        Ok(function)
     }
 }
 
@@ -72,6 +79,16 @@ impl Module {
         // SAFETY: a fatbin that nvcc wrote, aligned by `Fatbin`.
         let raw = unsafe { result::module::load_data(ptr::from_ref(fatbin).cast()) }?;
         Ok(Self { raw, device: device.clone() })
+    }
+
+    /// The function itself, now and not at its first launch, which may be inside the recording of a graph.
+    fn function(&self, kernel: Kernel) -> Result<sys::CUfunction, DriverError> {
+        // SAFETY: the module is loaded as long as `self` lives, and `Function` holds it.
+        unsafe {
+            let raw = result::module::get_function(self.raw, kernel.symbol.into())?;
+            sys::cuFuncLoad(raw).result()?;
+            Ok(raw)
+        }
     }
 }
 

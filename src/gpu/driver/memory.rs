@@ -28,6 +28,12 @@ impl Device {
         }
     }
 
+    /// Refuses `len` bytes for `what` that are not free now.
+    pub fn check_room(&self, what: &str, len: usize) -> Result<()> {
+        let (free, total) = self.memory()?;
+        if len as u64 <= free { Ok(()) } else { Err(no_room(what, len as u64, free, total)) }
+    }
+
     /// Device memory holding `bytes`.
     pub fn upload(&self, bytes: &[u8]) -> Result<Buffer> {
         let buffer = self.alloc("a buffer", bytes.len())?;
@@ -186,7 +192,7 @@ impl<T: Plain> Pinned<T> {
         unsafe { std::slice::from_raw_parts(self.pointer, self.len) }
     }
 
-    /// All elements; for memory that the device only reads, and does not read now.
+    /// All elements; for memory that the device only reads. What it reads now must stay as it is.
     pub fn as_mut_slice(&mut self) -> &mut [T] {
         // SAFETY: as above, and borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.pointer, self.len) }

@@ -96,6 +96,14 @@ impl Device {
         driver_version().map(cuda_version).map_err(failed("asking the driver's version"))
     }
 
+    /// Its multiprocessors.
+    pub fn processors(&self) -> Result<usize> {
+        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        // SAFETY: the device was returned by `device::get`.
+        let count = unsafe { result::device::get_attribute(self.0.device, attribute) };
+        count.map(|count| count as usize).map_err(failed("asking for the GPU's multiprocessors"))
+    }
+
     /// Bytes of its memory that are free now, and in all.
     pub fn memory(&self) -> Result<(u64, u64)> {
         let (free, total) = result::mem_get_info().map_err(failed("asking for free GPU memory"))?;
