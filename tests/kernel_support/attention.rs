@@ -16,9 +16,10 @@ use flint_rs::{
     },
     kv::{BLOCK_POSITIONS, PoolLayout},
 };
+use half::bf16;
 use rayon::prelude::*;
 
-use super::{Gpu, bf16_bytes, output, to_bf16s};
+use super::{Gpu, output, to_bf16s};
 use crate::cpu_support::{Random, configs};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +50,7 @@ struct Sequence {
     position: usize,
     /// From the first position of the first visible block to the new one, which is not cached yet.
     cached: Range<usize>,
-    /// `[G][positions, head_dim]`.
+    /// `[G][positions, head_dim]`; [`check`] appends the new position's.
     k: Vec<Vec<f32>>,
     v: Vec<Vec<f32>>,
 }
@@ -131,16 +132,21 @@ pub fn check(gpu: &Gpu, random: &mut Random, path: Path, shape: Shape, positions
     let sinks: Vec<f32> = (0..n_heads).map(|_| 2.0 * random.normal()).collect();
     let row_len = (n_heads + 2 * n_kv_heads) * head_dim;
     let qkv = random.bf16s(positions.len() * row_len);
-    let sequences: Vec<_> = positions.iter().map(|&p| Sequence::random(random.bits(), shape, p)).collect();
+    let mut sequences: Vec<_> = positions.iter().map(|&p| Sequence::random(random.bits(), shape, p)).collect();
 
     // New keys and values by the reference, and attention over all.
     let mut expected = vec![0.0; positions.len() * n_heads * head_dim];
     let mut new_k = Vec::new();
-    for (sequence, row) in sequences.iter().zip(qkv.chunks_exact(row_len)) {
+    for (sequence, row) in sequences.iter_mut().zip(qkv.chunks_exact(row_len)) {
         let table = rope.table(sequence.position..sequence.position + 1);
         let table = shape.rope.then_some(&table);
-        let k = &row[n_heads * head_dim..][..n_kv_heads * head_dim];
-        new_k.push(qk_norm_rope(k, n_kv_heads, &k_norm, EPS, table, Precision::Bfloat16));
+        let (k, v) = row[n_heads * head_dim..].split_at(n_kv_heads * head_dim);
+        let k = qk_norm_rope(k, n_kv_heads, &k_norm, EPS, table, Precision::Bfloat16);
+        for g in 0..n_kv_heads {
+            sequence.k[g].extend(&k[g * head_dim..][..head_dim]);
+            sequence.v[g].extend(&v[g * head_dim..][..head_dim]);
+        }
+        new_k.push(k);
     }
     expected.par_chunks_exact_mut(head_dim).enumerate().for_each(|(i, out)| {
         let (row, h) = (i / n_heads, i % n_heads);
@@ -149,9 +155,8 @@ pub fn check(gpu: &Gpu, random: &mut Random, path: Path, shape: Shape, positions
         let table = rope.table(sequence.position..sequence.position + 1);
         let table = shape.rope.then_some(&table);
         let q = qk_norm_rope(&inputs[h * head_dim..][..head_dim], 1, &q_norm, EPS, table, Precision::Bfloat16);
-        let k = [&sequence.k[g], &new_k[row][g * head_dim..][..head_dim]].concat();
-        let v = [&sequence.v[g], &inputs[(n_heads + n_kv_heads + g) * head_dim..][..head_dim]].concat();
-        let cache = Cache { k: &k, v: &v, first: sequence.cached.start, n_kv_heads: 1, head_dim };
+        let (k, v) = (&sequence.k[g], &sequence.v[g]);
+        let cache = Cache { k, v, first: sequence.cached.start, n_kv_heads: 1, head_dim };
         let (sinks, cancel) = (&sinks[h..=h], Cancel::default());
         let result = attention(&q, sequence.position, cache, sinks, shape.window, Precision::Float32, &cancel);
         out.copy_from_slice(&result.unwrap());
@@ -234,8 +239,8 @@ fn device_blocks(random: &mut Random, shape: Shape, sequences: &[Sequence]) -> (
                 let at = (p - sequence.cached.start) * shape.head_dim;
                 for d in 0..shape.head_dim {
                     let (k, v) = value_offsets(layout, g, i, d);
-                    layer[k..k + 2].copy_from_slice(&bf16_bytes(&[sequence.k[g][at + d]]));
-                    layer[v..v + 2].copy_from_slice(&bf16_bytes(&[sequence.v[g][at + d]]));
+                    layer[k..k + 2].copy_from_slice(&bf16::from_f32(sequence.k[g][at + d]).to_le_bytes());
+                    layer[v..v + 2].copy_from_slice(&bf16::from_f32(sequence.v[g][at + d]).to_le_bytes());
                 }
             }
         }
@@ -354,14 +359,14 @@ impl Step {
         for (row, sequence) in sequences.iter().enumerate() {
             let block = tables[row * self.table_stride + sequence.position / BLOCK_POSITIONS] as usize;
             let layer = block * self.layout.block_bytes() + 2 * (LAYERS - 1) * self.layout.layer_values();
-            for i in 0..n_kv_heads * head_dim {
+            let new_v = &self.qkv[row * row_len + (n_heads + n_kv_heads) * head_dim..];
+            for (i, (&new_k, new_v)) in new_k[row].iter().zip(new_v).enumerate() {
                 let (g, d) = (i / head_dim, i % head_dim);
                 let (k, v) = value_offsets(self.layout, g, sequence.position % BLOCK_POSITIONS, d);
                 let (k, v) = (layer + k, layer + v);
-                let (found, expected) = (to_bf16s(&after[k..k + 2])[0], new_k[row][i]);
-                assert!((found - expected).abs() <= super::bf16_step(expected), "{what}: k {found} for {expected}");
-                let expected = self.qkv[row * row_len + (n_heads + n_kv_heads) * head_dim + i];
-                assert_eq!(to_bf16s(&after[v..v + 2])[0], expected, "{what}: v");
+                let found = to_bf16s(&after[k..k + 2])[0];
+                assert!((found - new_k).abs() <= super::bf16_step(new_k), "{what}: k {found} for {new_k}");
+                assert_eq!(after[v..v + 2], bf16::from_f32(*new_v).to_le_bytes(), "{what}: v {new_v}");
                 for at in [k, v] {
                     after[at..at + 2].copy_from_slice(&before[at..at + 2]);
                 }
