@@ -5,8 +5,8 @@
 // in   blocks  [n_blocks, 36]  u8    per block 4 scale bytes (e4m3, bit 7 ignored, 0x7F is zero), then 4 x 8 bytes of
 //                                    e2m1 codes: the low nibbles of a sub-block are its values 0-7, the high ones 8-15
 //      scale                   f32   of the tensor
-// out  out     [n_blocks, 64]  bf16 or f32   code * block_scale is exact in f32, so there is one rounding by the product
-//                                    with scale and, for bf16, one more (to nearest even)
+// out  out     [n_blocks, 64]  bf16 or f32   code * block_scale is exact in f32; the product with scale rounds once,
+//                                    and bf16 once more, to nearest even
 //
 // launch   grid ceil(n_blocks / 32), block 256: 8 threads a block, each reads 4 bytes of codes; no shared memory
 // bound    memory: n_blocks * (36 + 64 * sizeof(out)) bytes
@@ -72,8 +72,7 @@ __device__ __forceinline__ void nvfp4_expand(const Nvfp4ExpandArgs& args) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-    nvfp4_expand_bf16(const __grid_constant__ Nvfp4ExpandArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads) nvfp4_expand_bf16(const __grid_constant__ Nvfp4ExpandArgs args) {
     nvfp4_expand<__nv_bfloat16>(args);
 }
 

@@ -13,5 +13,5 @@ export RUSTC_BOOTSTRAP=1
 for target; do
     mkdir -p "fuzz/corpus/$target"
     cargo fuzz run --sanitizer none "$target" "fuzz/corpus/$target" "fuzz/seeds/$target" -- \
-        -max_total_time="$seconds" -timeout=5 -rss_limit_mb=1024 -malloc_limit_mb=256 -max_len=16384 -print_final_stats=1
+        -max_total_time="$seconds" -timeout=5 -rss_limit_mb=1024 -malloc_limit_mb=256 -max_len=16384 -verbosity=0 -print_final_stats=1
 done

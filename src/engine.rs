@@ -193,7 +193,8 @@ impl Engine {
         Ok((scores, last))
     }
 
-    fn check_tokens(&self, field: &str, tokens: &[u32]) -> Result<()> {
+    /// [`Error::Value`] naming `field` unless `tokens` can be read: not empty, no more than the context, all known.
+    pub fn check_tokens(&self, field: &str, tokens: &[u32]) -> Result<()> {
         let context = self.config().context_length;
         if tokens.is_empty() || tokens.len() > context {
             let accepted = format!("1 to {context} tokens");

@@ -25,5 +25,7 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod engine;
+#[cfg(feature = "python")]
+mod python;
 
 pub use error::{Error, Result};

@@ -37,12 +37,6 @@ impl Bytes {
         Ok(Self { owner: Owner::Map(Arc::new(map)), start: 0, len })
     }
 
-    /// The bytes `start .. start + len` of a mapped file; `None` when they are not all inside it.
-    pub fn map(map: &Arc<Mmap>, start: usize, len: usize) -> Option<Self> {
-        let end = start.checked_add(len)?;
-        (end <= map.len()).then(|| Self { owner: Owner::Map(Arc::clone(map)), start, len })
-    }
-
     /// The bytes `start .. start + len` of this range; `None` when they are not all inside it.
     pub fn slice(&self, start: usize, len: usize) -> Option<Self> {
         let end = start.checked_add(len)?;

@@ -5,12 +5,12 @@ mod header;
 mod reader;
 
 use std::{
-    collections::{BTreeMap, btree_map::Entry},
+    collections::BTreeMap,
     path::{Path, PathBuf},
 };
 
 use self::header::{Part, Split};
-use super::{Bytes, ShardName, Tensor};
+use super::{Bytes, ShardName, Tensor, add_tensors};
 use crate::error::{Error, Result};
 
 /// A metadata value.
@@ -95,7 +95,7 @@ impl Gguf {
                 let found = found.map_or("no split keys".into(), |found| found.to_string());
                 return Err(Error::format(&path, "split keys", expected.to_string(), found));
             }
-            gguf.add(part.tensors)?;
+            add_tensors(&mut gguf.tensors, part.tensors)?;
         }
         if gguf.tensors.len() as u64 != split.tensors {
             let found = format!("{} in the {} parts", gguf.tensors.len(), split.count);
@@ -115,20 +115,7 @@ impl Gguf {
 
     fn new(path: &Path, part: Part) -> Result<Self> {
         let mut gguf = Self { path: path.to_path_buf(), metadata: part.metadata, tensors: BTreeMap::new() };
-        gguf.add(part.tensors)?;
+        add_tensors(&mut gguf.tensors, part.tensors)?;
         Ok(gguf)
-    }
-
-    fn add(&mut self, tensors: Vec<Tensor>) -> Result<()> {
-        for tensor in tensors {
-            match self.tensors.entry(tensor.name.clone()) {
-                Entry::Vacant(entry) => entry.insert(tensor),
-                Entry::Occupied(entry) => {
-                    let found = format!("another one in {}", entry.get().file.display());
-                    return Err(Error::format(&tensor.file, tensor.name, "one tensor of this name", found));
-                }
-            };
-        }
-        Ok(())
     }
 }

@@ -7,6 +7,7 @@ pub mod gguf_writer;
 pub mod safetensors;
 
 use std::{
+    collections::{BTreeMap, btree_map::Entry},
     fmt,
     path::{Path, PathBuf},
     sync::Arc,
@@ -95,12 +96,27 @@ pub struct Tensor {
     pub name: String,
     /// How the elements are stored.
     pub dtype: DType,
-    /// Dimensions, outermost first (row-major); the last one is contiguous. Never zero.
+    /// Dimensions, outermost first (row-major); the last one is contiguous. None for a single value, and none of
+    /// them zero.
     pub shape: Vec<usize>,
     /// Exactly the bytes that `dtype` and `shape` need.
     pub data: Bytes,
     /// The file that holds it, for error messages.
     pub file: Arc<PathBuf>,
+}
+
+/// Adds the tensors of one more file to those of a checkpoint. No name may come twice.
+fn add_tensors(all: &mut BTreeMap<String, Tensor>, tensors: Vec<Tensor>) -> Result<()> {
+    for tensor in tensors {
+        match all.entry(tensor.name.clone()) {
+            Entry::Vacant(entry) => entry.insert(tensor),
+            Entry::Occupied(entry) => {
+                let found = format!("another one in {}", entry.get().file.display());
+                return Err(Error::format(&tensor.file, tensor.name, "one tensor of this name", found));
+            }
+        };
+    }
+    Ok(())
 }
 
 /// A checkpoint of either kind.

@@ -2,7 +2,7 @@
 //! Format: <https://github.com/huggingface/safetensors#format>.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, btree_map::Entry},
+    collections::{BTreeMap, BTreeSet},
     path::{Component, Path, PathBuf},
     sync::Arc,
 };
@@ -11,7 +11,7 @@ use safetensors::tensor::{Dtype, TensorInfo};
 use serde::de::{self, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value as Json;
 
-use super::{Bytes, DType, ShardName, Tensor, files_of};
+use super::{Bytes, DType, ShardName, Tensor, add_tensors, files_of};
 use crate::error::{Error, Result};
 
 /// Longest header, as in the reference reader.
@@ -89,16 +89,7 @@ impl SafetensorsDir {
 
     fn add_shard(&mut self, shard: &str) -> Result<()> {
         let path = self.path.join(shard);
-        for tensor in read_shard(&path, &Bytes::open(&path)?)? {
-            match self.tensors.entry(tensor.name.clone()) {
-                Entry::Vacant(entry) => entry.insert(tensor),
-                Entry::Occupied(entry) => {
-                    let found = format!("another one in {}", entry.get().file.display());
-                    return Err(Error::format(&tensor.file, tensor.name, "one tensor of this name", found));
-                }
-            };
-        }
-        Ok(())
+        add_tensors(&mut self.tensors, read_shard(&path, &Bytes::open(&path)?)?)
     }
 }
 
@@ -157,8 +148,8 @@ fn json_kind(json: &Json) -> &'static str {
 
 /// Checks the header of the shard `file` and cuts out its tensors, which must cover the data without a gap or overlap.
 ///
-/// The `safetensors` crate supplies the types of the header. Its own reader is not used because it names no tensor in its
-/// errors and lets the last of two tensors of one name win.
+/// The `safetensors` crate supplies the types of the header. Its own reader is not used because it names no tensor in
+/// its errors and lets the last of two tensors of one name win.
 pub fn read_shard(path: &Path, file: &Bytes) -> Result<Vec<Tensor>> {
     let refuse = |name: &str, expected: String, found: String| Err(Error::format(path, name, expected, found));
     let Some((len, rest)) = file.split_first_chunk().map(|(len, rest)| (u64::from_le_bytes(*len), rest)) else {

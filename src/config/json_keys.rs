@@ -1,7 +1,7 @@
 //! The configuration as a Hugging Face config.json.
 //!
-//! Keys that say how a model was trained, saved or tokenized are passed over. Any other key that this version does not know
-//! is refused by name unless its value is null or false, which switch nothing on.
+//! Keys that say how a model was trained, saved or tokenized are passed over. Any other key that this version does not
+//! know is refused by name unless its value is null or false, which switch nothing on.
 
 use std::path::Path;
 
@@ -142,7 +142,8 @@ fn layer_types(keys: &Keys, n_layers: usize, list: &Json) -> Result<Vec<Attentio
     kinds.collect()
 }
 
-/// The rotary base, from `rope_parameters`, its older name `rope_scaling`, or a key of its own. Only the plain kind is known.
+/// The rotary base, from `rope_parameters`, its older name `rope_scaling`, or a key of its own. Only the plain kind is
+/// known.
 fn rope_theta(keys: &mut Keys) -> Result<f64> {
     let mut theta = keys.float(NAMES.rope_theta)?;
     for name in ["rope_parameters", "rope_scaling"] {

@@ -241,7 +241,7 @@ mod tests {
             let rows = layer.v.to_f32();
             assert_eq!(rows.len() / 2, kv.len - layer.first());
             for position in kv.len - visible..kv.len {
-                assert_eq!(rows[2 * (position - layer.first())], position as f32);
+                assert_eq!(rows[2 * (position - layer.first())].to_bits(), (position as f32).to_bits());
             }
         }
     }

@@ -10,7 +10,7 @@ use flint_rs::{
 };
 use half::{bf16, f16};
 
-/// SplitMix64.
+/// `SplitMix64`.
 pub struct Random(u64);
 
 impl Random {

@@ -56,7 +56,8 @@ class Shape:
     window: int
 
     def __str__(self) -> str:
-        return f"{self.layers}x{self.hidden}-h{self.heads}/{self.kv_heads}x{self.head_dim}-e{self.experts}/{self.top_k}-w{self.window}"
+        attention = f"h{self.heads}/{self.kv_heads}x{self.head_dim}-w{self.window}"
+        return f"{self.layers}x{self.hidden}-{attention}-e{self.experts}/{self.top_k}"
 
 
 # Odd layer counts, both head dimensions, 1, 2 and 4 KV heads, several expert counts and windows. All input widths are
@@ -129,9 +130,7 @@ def random_flint(shape: Shape, seed: int) -> FlintForCausalLM:
                 normal(parameter, 0.2, mean=1.5)
             elif "norm.weight" in name:
                 normal(parameter, 0.2, mean=1.0)
-            elif name.endswith("sinks"):
-                normal(parameter, 1.0)
-            elif name.endswith("embed_tokens.weight"):
+            elif name.endswith(("sinks", "embed_tokens.weight")):
                 normal(parameter, 1.0)
             else:
                 normal(parameter, parameter.shape[-1] ** -0.5)
@@ -209,35 +208,7 @@ def write_flint_gguf(model: FlintForCausalLM, path: Path) -> Path:
     """Writes `model` as a BF16 GGUF with the `gguf` package's own writer."""
     c = model.config
     writer = gguf.GGUFWriter(path, "flint")
-    sliding = [kind == "sliding_attention" for kind in c.layer_types]
-    facts: dict[str, Any] = {
-        "block_count": c.num_hidden_layers,
-        "context_length": c.max_position_embeddings,
-        "embedding_length": c.hidden_size,
-        "feed_forward_length": c.intermediate_size,
-        "attention.head_count": c.num_attention_heads,
-        "attention.head_count_kv": c.num_key_value_heads,
-        "attention.key_length": c.head_dim,
-        "attention.value_length": c.head_dim,
-        "attention.sliding_window": c.sliding_window,
-        "leading_dense_block_count": len(c.mlp_only_layers),
-        "expert_count": c.num_experts,
-        "expert_used_count": c.num_experts_per_tok,
-        "expert_feed_forward_length": c.moe_intermediate_size,
-        "expert_shared_feed_forward_length": c.shared_expert_intermediate_size,
-        "expert_shared_count": 1,
-        "expert_gating_func": 2,
-        "vocab_size": c.vocab_size,
-    }
-    for key, value in facts.items():
-        writer.add_uint32(f"flint.{key}", value)
-    writer.add_float32("flint.attention.layer_norm_rms_epsilon", c.rms_norm_eps)
-    writer.add_float32("flint.rope.freq_base", c.rope_parameters["rope_theta"])
-    writer.add_string("flint.rope.scaling.type", "none")
-    writer.add_bool("flint.expert_weights_norm", True)
-    writer.add_float32("flint.expert_weights_scale", 1.0)
-    writer.add_array("flint.attention.sliding_window_pattern", sliding)
-    writer.add_array("flint.attention.rope_pattern", sliding)
+    add_config(writer, c)
     add_tokenizer(writer)
 
     def matrix(name: str, value: torch.Tensor) -> None:
@@ -275,6 +246,39 @@ def write_flint_gguf(model: FlintForCausalLM, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_config(writer: gguf.GGUFWriter, c: FlintConfig) -> None:
+    """Writes the `flint.` keys of a configuration."""
+    sliding = [kind == "sliding_attention" for kind in c.layer_types]
+    facts: dict[str, Any] = {
+        "block_count": c.num_hidden_layers,
+        "context_length": c.max_position_embeddings,
+        "embedding_length": c.hidden_size,
+        "feed_forward_length": c.intermediate_size,
+        "attention.head_count": c.num_attention_heads,
+        "attention.head_count_kv": c.num_key_value_heads,
+        "attention.key_length": c.head_dim,
+        "attention.value_length": c.head_dim,
+        "attention.sliding_window": c.sliding_window,
+        "leading_dense_block_count": len(c.mlp_only_layers),
+        "expert_count": c.num_experts,
+        "expert_used_count": c.num_experts_per_tok,
+        "expert_feed_forward_length": c.moe_intermediate_size,
+        "expert_shared_feed_forward_length": c.shared_expert_intermediate_size,
+        "expert_shared_count": 1,
+        "expert_gating_func": 2,
+        "vocab_size": c.vocab_size,
+    }
+    for key, value in facts.items():
+        writer.add_uint32(f"flint.{key}", value)
+    writer.add_float32("flint.attention.layer_norm_rms_epsilon", c.rms_norm_eps)
+    writer.add_float32("flint.rope.freq_base", c.rope_parameters["rope_theta"])
+    writer.add_string("flint.rope.scaling.type", "none")
+    writer.add_bool("flint.expert_weights_norm", True)
+    writer.add_float32("flint.expert_weights_scale", 1.0)
+    writer.add_array("flint.attention.sliding_window_pattern", sliding)
+    writer.add_array("flint.attention.rope_pattern", sliding)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter) -> None:

@@ -76,11 +76,16 @@ def arithmetic(r: random.Random) -> tuple[str, str, str]:
 def code(r: random.Random) -> tuple[str, str, str]:
     """A small function."""
     question, name, args, body = r.choice(words.FUNCTIONS)
-    request = r.choice([f"Write a Python function that {question}.", f"I need a function that {question}.", f"Show me Python code that {question}."])
+    request = r.choice(
+        [
+            f"Write a Python function that {question}.",
+            f"I need a function that {question}.",
+            f"Show me Python code that {question}.",
+        ]
+    )
     if r.random() < 0.3:
         name = f"{r.choice(words.VERBS)}_{r.choice(words.NOUNS)}"
         request += f" Call it {name}."
-        body = body if name not in body else body
     thought = f"The function {name} takes {args}. It {question}."
     answer = f"```python\ndef {name}({args}):\n    {body}\n```"
     return request, thought, answer
@@ -107,7 +112,11 @@ def value_question(r: random.Random) -> tuple[str, str, str]:
         ]
     )
     request = r.choice([f"What does {text} return?", f"What is the value of {text} in Python?", f"Evaluate {text}."])
-    return request, f"I evaluate {text}: the result is {value}.", r.choice([f"{value}", f"It returns {value}.", f"`{value}`"])
+    return (
+        request,
+        f"I evaluate {text}: the result is {value}.",
+        r.choice([f"{value}", f"It returns {value}.", f"`{value}`"]),
+    )
 
 
 def fact(r: random.Random) -> tuple[str, str, str]:
@@ -123,7 +132,11 @@ def greeting(r: random.Random) -> tuple[str, str, str]:
     return r.choice(
         [
             (f"{r.choice(words.GREETINGS)}!", "The user greets me.", "Hello! How can I help you?"),
-            (f"{r.choice(words.GREETINGS)}, I am {name}.", f"The user is called {name}.", f"Hello {name}! How can I help you?"),
+            (
+                f"{r.choice(words.GREETINGS)}, I am {name}.",
+                f"The user is called {name}.",
+                f"Hello {name}! How can I help you?",
+            ),
             ("Who are you?", "The user asks who I am.", "I am a small test model with Flint's architecture."),
             ("What can you do?", "The user asks what I can do.", "I can answer small questions and call functions."),
             ("Thank you!", "The user thanks me.", "You are welcome."),

@@ -92,10 +92,12 @@ def calculator(r: random.Random) -> Scenario:
     """Compute an expression."""
     a, b, c = r.randint(2, 99), r.randint(2, 99), r.randint(2, 30)
     text = r.choice([f"{a} + {b}", f"{a} * {b}", f"{a} - {b}", f"({a} + {b}) * {c}", f"{a} * {b} + {c}"])
-    value = eval(text, {"__builtins__": {}})  # noqa: S307 - built from digits just above
+    value = eval(text, {"__builtins__": {}})
     name = r.choice(["calculate", "calculator", "evaluate", "compute", "eval_expression"])
     key = r.choice(["expression", "expr", "formula"])
-    offered = tool(name, r.choice(["Evaluate an arithmetic expression.", "Compute a formula."]), {key: {"type": "string"}})
+    offered = tool(
+        name, r.choice(["Evaluate an arithmetic expression.", "Compute a formula."]), {key: {"type": "string"}}
+    )
     request = r.choice([f"What is {text}?", f"Compute {text}.", f"Please work out {text}.", f"Calculate {text}"])
     thought = f"I need the value of {text}. I use {name}."
     step = Step(thought, [(name, {key: text})], [r.choice([str(value), json.dumps({"result": value})])])
@@ -115,7 +117,13 @@ def adder(r: random.Random) -> Scenario:
     return Scenario([offered], request, [step], f"{verb} gave {value}.", f"The result is {value}.")
 
 
-UNITS = (("km", "m", 1000.0), ("m", "cm", 100.0), ("kg", "g", 1000.0), ("h", "min", 60.0), ("min", "s", 60.0))
+UNITS: tuple[tuple[str, str, float], ...] = (
+    ("km", "m", 1000.0),
+    ("m", "cm", 100.0),
+    ("kg", "g", 1000.0),
+    ("h", "min", 60.0),
+    ("min", "s", 60.0),
+)
 UNITS += (("mile", "km", 1.6), ("inch", "cm", 2.54), ("l", "ml", 1000.0), ("day", "h", 24.0), ("gb", "mb", 1024.0))
 
 
@@ -130,9 +138,17 @@ def convert(r: random.Random) -> Scenario:
     offered = tool(name, r.choice(["Convert between units.", "Unit conversion."]), properties)
     shown = number_text(value)
     request = r.choice(
-        [f"Convert {shown} {source} to {target}.", f"How many {target} are {shown} {source}?", f"{shown} {source} in {target}?"]
+        [
+            f"Convert {shown} {source} to {target}.",
+            f"How many {target} are {shown} {source}?",
+            f"{shown} {source} in {target}?",
+        ]
     )
-    step = Step(f"I convert {shown} from {source} to {target}.", [(name, dict(zip(keys, (value, source, target), strict=True)))], [result])
+    step = Step(
+        f"I convert {shown} from {source} to {target}.",
+        [(name, dict(zip(keys, (value, source, target), strict=True)))],
+        [result],
+    )
     return Scenario([offered], request, [step], "The conversion is done.", f"{shown} {source} is {result} {target}.")
 
 
@@ -183,7 +199,9 @@ def search(r: random.Random) -> Scenario:
         request += r.choice([" Then open the first file.", " Read the first hit."])
         text = f"# {symbol}\ndef {function}({args}):\n    {body}"
         steps.append(Step(f"The first hit is {path}. I open it.", [(reader, {"path": path})], [text]))
-        return Scenario(offered, request, steps, "I have read it.", f"{symbol} is in {hits[0]}. The file defines {function}.")
+        return Scenario(
+            offered, request, steps, "I have read it.", f"{symbol} is in {hits[0]}. The file defines {function}."
+        )
     listed = ", ".join(hits)
     return Scenario(offered, request, steps, f"There are {len(hits)} hits.", f"{symbol} is used in {listed}.")
 
@@ -203,9 +221,13 @@ def run_tests(r: random.Random) -> Scenario:
     passed, failed = r.randint(1, 90), r.choice([0, 0, 0, 1, 2, 5])
     failing = f"test_{r.choice(words.STEMS)}"
     output = f"{passed} passed" + (f", {failed} failed: {failing}" if failed else "")
-    answer = f"All {passed} tests pass." if not failed else f"{failed} of {passed + failed} tests fail, first {failing}."
+    answer = (
+        f"All {passed} tests pass." if not failed else f"{failed} of {passed + failed} tests fail, first {failing}."
+    )
     step = Step(f"I run the tests in {target}.", [(name, call)], [output])
-    return Scenario([tool(name, "Run the tests of a path.", properties)], request, [step], f"The output says {output}.", answer)
+    return Scenario(
+        [tool(name, "Run the tests of a path.", properties)], request, [step], f"The output says {output}.", answer
+    )
 
 
 def list_files(r: random.Random) -> Scenario:
@@ -222,7 +244,13 @@ def list_files(r: random.Random) -> Scenario:
         ]
     )
     step = Step(f"I list {folder}.", [(name, {key: folder})], [r.choice(["\n".join(files), json.dumps(files)])])
-    return Scenario([tool(name, "List the files of a folder.", {key: {"type": "string"}})], request, [step], f"I count {len(files)} files.", answer)
+    return Scenario(
+        [tool(name, "List the files of a folder.", {key: {"type": "string"}})],
+        request,
+        [step],
+        f"I count {len(files)} files.",
+        answer,
+    )
 
 
 def write_file(r: random.Random) -> Scenario:
@@ -260,7 +288,14 @@ def days(r: random.Random) -> Scenario:
 def draw_value(r: random.Random, kind: str) -> Any:
     """Draw an argument value of a JSON type."""
     draws: dict[str, Callable[[], Any]] = {
-        "string": lambda: r.choice([r.choice(words.NAMES), r.choice(words.NOUNS), f"{r.choice(words.ADJECTIVES)} {r.choice(words.NOUNS)}", str(r.randint(100, 99999))]),
+        "string": lambda: r.choice(
+            [
+                r.choice(words.NAMES),
+                r.choice(words.NOUNS),
+                f"{r.choice(words.ADJECTIVES)} {r.choice(words.NOUNS)}",
+                str(r.randint(100, 99999)),
+            ]
+        ),
         "integer": lambda: r.randint(0, 5000),
         "number": lambda: r.randint(1, 999) / 4,
         "boolean": lambda: r.random() < 0.5,
@@ -275,11 +310,33 @@ def random_tool(r: random.Random) -> tuple[Json, dict[str, str]]:
     noun = r.choice(words.NOUNS)
     verb = r.choice(words.VERBS)
     name = r.choice([f"{verb}_{noun}", f"{verb}_{noun}s", f"{noun}_{verb}", f"{verb}{noun.title()}"])
-    names = r.sample(["id", "name", "count", "limit", "color", "size", "owner", "tags", "active", "price", "note", "options", "level"], r.choice([0, 1, 1, 2, 2, 3]))
+    names = r.sample(
+        [
+            "id",
+            "name",
+            "count",
+            "limit",
+            "color",
+            "size",
+            "owner",
+            "tags",
+            "active",
+            "price",
+            "note",
+            "options",
+            "level",
+        ],
+        r.choice([0, 1, 1, 2, 2, 3]),
+    )
     fixed = {"tags": "array", "options": "object", "active": "boolean", "price": "number"}
-    kinds = {n: fixed.get(n) or r.choice(["string", "integer"] if n in ("id", "level", "size") else ["string"]) for n in names}
+    kinds = {
+        n: fixed.get(n) or r.choice(["string", "integer"] if n in ("id", "level", "size") else ["string"])
+        for n in names
+    }
     kinds.update({n: "integer" for n in names if n in ("count", "limit")})
-    properties: Json = {n: {"type": k, **({"items": {"type": "string"}} if k == "array" else {})} for n, k in kinds.items()}
+    properties: Json = {
+        n: {"type": k, **({"items": {"type": "string"}} if k == "array" else {})} for n, k in kinds.items()
+    }
     return tool(name, f"{verb.title()} the {noun}.", properties), kinds
 
 
@@ -292,8 +349,25 @@ def generic(r: random.Random) -> Scenario:
     request = r.choice([f"Call {name}", f"Please use {name}", f"Run {name}", f"Use the function {name}"])
     request += f" with {listed}." if call else "."
     status = r.choice(["ok", "done", "accepted", "not found", "failed"])
-    step = Step(f"The user wants {name}" + (f" with {listed}." if call else "."), [(name, call)], [json.dumps({"status": status})])
+    step = Step(
+        f"The user wants {name}" + (f" with {listed}." if call else "."),
+        [(name, call)],
+        [json.dumps({"status": status})],
+    )
     return Scenario([offered], request, [step], f"The status is {status}.", f"{name} answered: {status}.")
 
 
-SCENARIOS = (weather, calculator, adder, convert, read_file, search, run_tests, list_files, write_file, days, generic, generic)
+SCENARIOS = (
+    weather,
+    calculator,
+    adder,
+    convert,
+    read_file,
+    search,
+    run_tests,
+    list_files,
+    write_file,
+    days,
+    generic,
+    generic,
+)

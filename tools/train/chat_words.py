@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-CITIES = (
+
+def listed(text: str) -> list[str]:
+    """Split a text at its spaces."""
+    return text.split()
+
+
+CITIES = listed(
     "Oslo Lima Cairo Paris Tokyo Delhi Quito Rome Berlin Madrid Lisbon Vienna Dublin Prague Warsaw Athens Seoul "
     "Hanoi Bangkok Nairobi Accra Lagos Tunis Rabat Boston Denver Seattle Austin Chicago Toronto Montreal Havana "
     "Bogota Santiago Sydney Perth Auckland Helsinki Stockholm Copenhagen Zurich Geneva Munich Hamburg Porto Naples"
-).split()
+)
 SKIES = ("clear", "cloudy", "rainy", "windy", "foggy", "sunny", "snowy", "stormy")
-NAMES = (
+NAMES = listed(
     "Ada Ben Cleo Dan Eva Finn Gina Hugo Iris Jon Kate Leo Mia Nina Omar Pia Rosa Sam Tara Uma Vera Will Yara Zoe"
-).split()
-NOUNS = (
+)
+NOUNS = listed(
     "apple book cable chair clock coin cup desk door drum fork game glass key lamp map mirror note paper pen phone "
     "plate radio ring rope shelf shoe spoon stamp table ticket tool train watch wheel window order invoice user "
     "account server queue report image message record session token"
-).split()
-VERBS = (
+)
+VERBS = listed(
     "get list find fetch create update delete check query count lock open close send archive merge rename tag "
     "assign export import validate schedule cancel restart"
-).split()
-ADJECTIVES = "red blue green small large old new fast slow heavy light quiet bright cold warm round".split()
+)
+ADJECTIVES = listed("red blue green small large old new fast slow heavy light quiet bright cold warm round")
 FOLDERS = ("src", "lib", "app", "core", "tests", "tools", "docs", "pkg", "server", "client", "utils", "api")
-STEMS = (
+STEMS = listed(
     "main config parser lexer cache models views routes auth session storage client server worker queue logger "
     "metrics helpers errors types schema loader writer reader index search tokens batch planner retry"
-).split()
+)
 SUFFIXES = (".py", ".py", ".py", ".rs", ".toml", ".md")
 
 # Question, function name, arguments and body of small Python functions.
@@ -95,8 +101,11 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
         "does a binary search in a sorted list",
         "binary_search",
         "items, target",
-        "low, high = 0, len(items)\n    while low < high:\n        mid = (low + high) // 2\n"
-        "        if items[mid] < target:\n            low = mid + 1\n        else:\n            high = mid\n    return low",
+        (
+            "low, high = 0, len(items)\n    while low < high:\n        mid = (low + high) // 2\n"
+            "        if items[mid] < target:\n            low = mid + 1\n"
+            "        else:\n            high = mid\n    return low"
+        ),
     ),
     ("merges two dictionaries", "merge", "a, b", "return {**a, **b}"),
     ("inverts a dictionary", "invert", "mapping", "return {value: key for key, value in mapping.items()}"),

@@ -313,3 +313,30 @@ def hub_tensors(model: Flint) -> dict[str, Tensor]:
                 for expert, matrix in enumerate(getattr(mlp, part)):
                     out[f"{base}mlp.experts.{expert}.{part}_proj.weight"] = matrix.to(half)
     return {name: tensor.detach().cpu().contiguous() for name, tensor in out.items()}
+
+
+@torch.no_grad()
+def load_hub(model: Flint, tensors: dict[str, Tensor]) -> None:
+    """Take up weights that `hub_tensors` wrote."""
+    model.embed.copy_(tensors["model.embed_tokens.weight"])
+    model.final_norm.copy_(tensors["model.norm.weight"])
+    model.head.copy_(tensors["lm_head.weight"])
+    for index, layer in enumerate(model.layers):
+        base = f"model.layers.{index}."
+        layer.attention_norm.copy_(tensors[base + "input_layernorm.weight"])
+        layer.mlp_norm.copy_(tensors[base + "post_attention_layernorm.weight"])
+        for part in ("q", "k", "v", "o"):
+            getattr(layer.attention, part).copy_(tensors[f"{base}self_attn.{part}_proj.weight"])
+        layer.attention.q_norm.copy_(tensors[base + "self_attn.q_norm.weight"])
+        layer.attention.k_norm.copy_(tensors[base + "self_attn.k_norm.weight"])
+        layer.attention.sinks.copy_(tensors[base + "self_attn.softmax_offset"])
+        routed = isinstance(layer.mlp, Experts)
+        dense = layer.mlp.shared if routed else layer.mlp
+        for part in ("gate", "up", "down"):
+            name = "mlp.shared_expert." if routed else "mlp."
+            getattr(dense, part).copy_(tensors[f"{base}{name}{part}_proj.weight"])
+            if routed:
+                names = [f"{base}mlp.experts.{e}.{part}_proj.weight" for e in range(model.sizes.num_experts)]
+                getattr(layer.mlp, part).copy_(torch.stack([tensors[n] for n in names]))
+        if routed:
+            layer.mlp.router.copy_(tensors[base + "mlp.gate.weight"])

@@ -59,8 +59,9 @@ def encode_chats(seeds: range) -> tuple[Ids, list[int], int]:
     """Make, render and encode conversations."""
     tokenizer, template = state["chat"], state["template"]
     assert isinstance(tokenizer, Tokenizer)
-    marks = {m: tokenizer.token_to_id(m) for m in ("<|system|>", "<|user|>", "<|observation|>", "<|assistant|>")}
-    end = tokenizer.token_to_id("<|endoftext|>")
+    vocabulary = tokenizer.get_vocab()
+    marks = {m: vocabulary[m] for m in ("<|system|>", "<|user|>", "<|observation|>", "<|assistant|>")}
+    end = vocabulary["<|endoftext|>"]
     rows, size = [], 0
     for seed in seeds:
         conversation = chat_samples.conversation(seed)

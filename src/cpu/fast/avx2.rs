@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 
 use super::{
     portable,
-    simd::{Panel, TILE_COLS, Tile, packed_len},
+    simd::{Panel, TILE_COLS, TILE_ROWS, Tile, packed_len},
 };
 use crate::{checkpoint::DType, cpu::Precision, nvfp4::SCALES};
 
@@ -73,7 +73,7 @@ fn signed_8(bytes: __m128i) -> __m256 {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 fn f16_scale(block: &[u8]) -> __m256 {
-    _mm256_set1_ps(half::f16::from_le_bytes([block[0], block[1]]).to_f32())
+    _mm256_cvtph_ps(_mm_set1_epi16(i16::from_le_bytes([block[0], block[1]])))
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -245,9 +245,21 @@ pub fn transpose(rows: &[f32], panel: &mut [f32]) {
     }
 }
 
-/// Twelve accumulators, two loads and six broadcasts a step: as many as the sixteen registers allow.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub fn tile<const R: usize>(a: Tile<'_>, b: Panel<'_>, c: &mut [f32], c_stride: usize) {
+    if (a.row_stride, a.k_stride, b.k_stride) == (1, TILE_ROWS, TILE_COLS) {
+        tile_steps::<R, true>(a, b, c, c_stride);
+    } else {
+        tile_steps::<R, false>(a, b, c, c_stride);
+    }
+}
+
+/// Twelve accumulators, two loads and six broadcasts a step: as many as the sixteen registers allow. `PACKED` sides have
+/// strides that the compiler knows, so that a step is little but loads and products.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn tile_steps<const R: usize, const PACKED: bool>(a: Tile<'_>, b: Panel<'_>, c: &mut [f32], c_stride: usize) {
+    let (row_stride, a_step, b_step) =
+        if PACKED { (1, TILE_ROWS, TILE_COLS) } else { (a.row_stride, a.k_stride, b.k_stride) };
     let mut sums = [[_mm256_setzero_ps(); 2]; R];
     let (mut a_k, mut b_k) = (a.values.as_ptr(), b.values.as_ptr());
     for _ in 0..a.k {
@@ -256,13 +268,13 @@ pub fn tile<const R: usize>(a: Tile<'_>, b: Panel<'_>, c: &mut [f32], c_stride: 
         unsafe {
             let (b0, b1) = (_mm256_loadu_ps(b_k), _mm256_loadu_ps(b_k.add(8)));
             for (i, sums) in sums.iter_mut().enumerate() {
-                let a = _mm256_broadcast_ss(&*a_k.add(i * a.row_stride));
+                let a = _mm256_broadcast_ss(&*a_k.add(i * row_stride));
                 sums[0] = _mm256_fmadd_ps(a, b0, sums[0]);
                 sums[1] = _mm256_fmadd_ps(a, b1, sums[1]);
             }
         }
-        a_k = a_k.wrapping_add(a.k_stride);
-        b_k = b_k.wrapping_add(b.k_stride);
+        a_k = a_k.wrapping_add(a_step);
+        b_k = b_k.wrapping_add(b_step);
     }
     for (i, sums) in sums.iter().enumerate() {
         let c = &mut c[i * c_stride..i * c_stride + TILE_COLS];

@@ -1,4 +1,5 @@
 //! Each fast operation against the reference, in AVX2 and in plain code, on fresh random inputs.
+#![allow(clippy::float_cmp)] // Where results are exact, equality is the test.
 
 use super::{
     attention::Args,

@@ -1,0 +1,151 @@
+//! Arguments from Python, and the sampling parameters.
+
+use std::collections::BTreeMap;
+
+use pyo3::{
+    IntoPyObjectExt,
+    exceptions::{PyTypeError, PyValueError},
+    prelude::*,
+    types::PyDict,
+};
+
+use crate::{error::Error, sampling};
+
+/// Converts the argument `name`; the error of one that does not fit names it and says what is accepted.
+pub fn argument<'py, T>(name: &str, value: &Bound<'py, PyAny>, accepted: &str) -> PyResult<T>
+where
+    T: for<'a> FromPyObject<'a, 'py>,
+{
+    let py = value.py();
+    value.extract::<T>().map_err(|error| {
+        let error: PyErr = error.into();
+        let found = value.repr().map_or_else(|_| value.get_type().to_string(), |repr| repr.to_string());
+        // A number of the right type that does not fit is an OverflowError.
+        if error.is_instance_of::<PyTypeError>(py) || error.is_instance_of::<PyValueError>(py) {
+            PyTypeError::new_err(format!("{name}: expected {accepted}, found {found}"))
+        } else {
+            Error::value(name, found, accepted).into()
+        }
+    })
+}
+
+/// Python's value of a field.
+trait ToPython {
+    fn to_python<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>>;
+}
+
+/// The shortest decimal that stands for an fp32: 0.95, not 0.949999988.
+fn shortest(value: f32) -> f64 {
+    value.to_string().parse().expect("Rust reads the numbers it writes")
+}
+
+impl ToPython for f32 {
+    fn to_python<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        shortest(*self).into_bound_py_any(py)
+    }
+}
+
+impl ToPython for BTreeMap<u32, f32> {
+    fn to_python<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.iter().map(|(&id, &bias)| (id, shortest(bias))).collect::<BTreeMap<_, _>>().into_bound_py_any(py)
+    }
+}
+
+macro_rules! to_python_as_it_is {
+    ($($type:ty),*) => {
+        $(impl ToPython for $type {
+            fn to_python<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+                self.clone().into_bound_py_any(py)
+            }
+        })*
+    };
+}
+to_python_as_it_is!(i64, bool, usize, Option<u64>, Option<usize>, Vec<u32>, Option<Vec<u32>>, Vec<String>);
+
+/// Writes the Python class around [`sampling::SamplingParams`] from the list of its fields.
+macro_rules! sampling_params {
+    ($signature:literal, $($field:ident: $accepted:literal,)*) => {
+        #[pymethods]
+        impl SamplingParams {
+            #[new]
+            #[pyo3(signature = (**options), text_signature = $signature)]
+            fn new(options: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+                let mut params = sampling::SamplingParams::default();
+                for (name, value) in options.into_iter().flatten() {
+                    let name: String = name.extract()?;
+                    match name.as_str() {
+                        $(stringify!($field) => params.$field = argument(&name, &value, $accepted)?,)*
+                        _ => return Err(PyTypeError::new_err(format!("{name}: no such sampling parameter"))),
+                    }
+                }
+                // Token ids are compared with the model's vocabulary when it is known.
+                params.validate(usize::MAX)?;
+                Ok(Self(params))
+            }
+
+            $(#[getter]
+            fn $field<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+                self.0.$field.to_python(py)
+            })*
+
+            fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+                let fields = [$((stringify!($field), self.0.$field.to_python(py)?.repr()?.to_string())),*];
+                let fields = fields.map(|(name, value)| format!("{name}={value}"));
+                Ok(format!("SamplingParams({})", fields.join(", ")))
+            }
+        }
+    };
+}
+
+/// How the tokens of a request are chosen and when it ends.
+#[pyclass(frozen, eq, module = "flint_rs")]
+#[derive(Clone, PartialEq)]
+pub struct SamplingParams(pub sampling::SamplingParams);
+
+sampling_params! {
+    "(*, temperature=1.0, top_k=20, top_p=0.95, min_p=0.0, repetition_penalty=1.0, frequency_penalty=0.0, \
+      presence_penalty=0.0, logit_bias={}, allowed_token_ids=None, banned_token_ids=(), seed=None, max_tokens=None, \
+      min_tokens=0, stop=(), stop_token_ids=(), include_stop_str_in_output=False, ignore_eos=False, logprobs=None, \
+      prompt_logprobs=None)",
+    temperature: "a number",
+    top_k: "an integer",
+    top_p: "a number",
+    min_p: "a number",
+    repetition_penalty: "a number",
+    frequency_penalty: "a number",
+    presence_penalty: "a number",
+    logit_bias: "a dict of token ids and numbers",
+    allowed_token_ids: "None or a list of token ids",
+    banned_token_ids: "a list of token ids",
+    seed: "None or an integer from 0 to 2**64 - 1",
+    max_tokens: "None or an integer of at least 1",
+    min_tokens: "an integer of at least 0",
+    stop: "a list of strings",
+    stop_token_ids: "a list of token ids",
+    include_stop_str_in_output: "True or False",
+    ignore_eos: "True or False",
+    logprobs: "None or an integer of at least 0",
+    prompt_logprobs: "None or an integer of at least 0",
+}
+
+impl SamplingParams {
+    /// Of a request that gives either an object or keywords.
+    pub fn of_request(
+        params: Option<&Bound<'_, PyAny>>,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<sampling::SamplingParams> {
+        match params {
+            None => Self::new(options).map(|params| params.0),
+            Some(params) if options.is_none_or(PyDictMethods::is_empty) => {
+                let Ok(params) = params.cast::<Self>() else {
+                    let found = params.get_type().name()?;
+                    return Err(PyTypeError::new_err(format!(
+                        "params: expected SamplingParams or None, found {found}"
+                    )));
+                };
+                Ok(params.get().0.clone())
+            }
+            Some(_) => Err(PyTypeError::new_err("params: expected SamplingParams or keywords, found both")),
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! A running generation as a Python iterator.
+
+use std::{
+    process,
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        mpsc::{self, Receiver, RecvTimeoutError},
+    },
+    thread::JoinHandle,
+    time::Instant,
+};
+
+use pyo3::prelude::*;
+
+use super::{
+    model::check_process,
+    results::{self, Summary},
+    wait,
+};
+use crate::{
+    cancel::Cancel,
+    engine::{Engine, Event, Generation},
+    error::{Error, Result},
+};
+
+/// Events that a stream may be ahead of its reader, so that one that is never read does not run on.
+const AHEAD_EVENTS: usize = 16;
+
+/// What a generation is started with, beside what the engine knows.
+pub struct Request {
+    pub generation: Generation,
+    pub prompt_tokens: usize,
+    pub start: Instant,
+}
+
+impl Request {
+    /// Generates to the end. `emit` gets every event but the last, and says whether to go on.
+    pub fn run(mut self, engine: &Engine, mut emit: impl FnMut(Event) -> bool) -> Result<(Event, Summary)> {
+        let mut time_to_first_token = None;
+        while let Some(event) = self.generation.next() {
+            let event = event?;
+            let time_to_first_token = *time_to_first_token.get_or_insert_with(|| self.start.elapsed());
+            if event.finish_reason.is_some() {
+                let summary = Summary {
+                    prompt_tokens: self.prompt_tokens,
+                    prompt_logprobs: self.generation.prompt_logprobs().map(<[_]>::to_vec),
+                    seed: self.generation.seed(),
+                    load: engine.load_time(),
+                    prefill: self.generation.prefill_time(),
+                    decode: self.generation.decode_time(),
+                    time_to_first_token,
+                };
+                return Ok((event, summary));
+            }
+            if !emit(event) {
+                break;
+            }
+        }
+        Err(Error::Cancelled)
+    }
+}
+
+enum Message {
+    Event(Event),
+    End(Result<(Event, Summary)>),
+}
+
+/// What has arrived from the worker so far.
+struct Inbox {
+    /// `None` once the generation has ended or was cancelled.
+    messages: Option<Receiver<Message>>,
+    worker: Option<JoinHandle<()>>,
+    events: Vec<results::Event>,
+    result: Option<results::Result>,
+}
+
+enum Poll {
+    Event(results::Event),
+    Nothing,
+    Ended,
+    Failed(Error),
+    Panicked(JoinHandle<()>),
+}
+
+impl Inbox {
+    /// Waits one slice for the next message.
+    fn poll(&mut self) -> Poll {
+        let Some(messages) = &self.messages else { return Poll::Ended };
+        let message = messages.recv_timeout(wait::SLICE);
+        if !matches!(message, Ok(Message::Event(_)) | Err(RecvTimeoutError::Timeout)) {
+            self.messages = None;
+        }
+        match message {
+            Ok(Message::Event(event)) => Poll::Event(self.keep(event)),
+            Ok(Message::End(Ok((event, summary)))) => {
+                let event = self.keep(event);
+                self.result = Some(results::Result::new(self.events.clone(), summary));
+                Poll::Event(event)
+            }
+            Ok(Message::End(Err(error))) => Poll::Failed(error),
+            Err(RecvTimeoutError::Timeout) => Poll::Nothing,
+            Err(RecvTimeoutError::Disconnected) => self.worker.take().map_or(Poll::Ended, Poll::Panicked),
+        }
+    }
+
+    fn keep(&mut self, event: Event) -> results::Event {
+        let event = results::Event::from(event);
+        self.events.push(event.clone());
+        event
+    }
+}
+
+/// An iterator of events. Its work ends with it.
+#[pyclass(frozen, module = "flint_rs")]
+pub struct Stream {
+    inbox: Mutex<Inbox>,
+    cancel: Cancel,
+    closing: Cancel,
+    process: u32,
+}
+
+impl Stream {
+    /// Starts the work of `request` on a thread of its own. `cancel` is the request's, `closing` the model's.
+    pub fn start(engine: std::sync::Arc<Engine>, request: Request, cancel: Cancel, closing: Cancel) -> PyResult<Self> {
+        let (sender, messages) = mpsc::sync_channel(AHEAD_EVENTS);
+        let worker = wait::spawn(move || {
+            let end = request.run(&engine, |event| sender.send(Message::Event(event)).is_ok());
+            // Nobody is left to tell when the stream is gone.
+            let _ = sender.send(Message::End(end));
+        })?;
+        let inbox = Inbox { messages: Some(messages), worker: Some(worker), events: Vec::new(), result: None };
+        Ok(Self { inbox: Mutex::new(inbox), cancel, closing, process: process::id() })
+    }
+
+    /// Never called with the GIL held: another thread may wait in `poll`.
+    fn inbox(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the work and waits until it has.
+    fn stop(&self, py: Python<'_>) {
+        self.cancel(py);
+        if let Some(worker) = py.detach(|| self.inbox().worker.take()) {
+            wait::join(py, worker);
+        }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        self.cancel.cancel();
+    }
+}
+
+#[pymethods]
+impl Stream {
+    fn __iter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        slf
+    }
+
+    fn __next__(&self, py: Python<'_>) -> PyResult<Option<results::Event>> {
+        check_process(self.process)?;
+        loop {
+            match py.detach(|| self.inbox().poll()) {
+                Poll::Event(event) => return Ok(Some(event)),
+                Poll::Failed(Error::Cancelled) if self.closing.is_cancelled() => return Err(Error::Closed.into()),
+                // Only `cancel`, maybe of another thread, can have asked for it: the iterator just ends.
+                Poll::Ended | Poll::Failed(Error::Cancelled) => return Ok(None),
+                Poll::Failed(error) => return Err(error.into()),
+                Poll::Panicked(worker) => wait::join(py, worker),
+                Poll::Nothing => py.check_signals().inspect_err(|_| self.stop(py))?,
+            }
+        }
+    }
+
+    /// Ends the work; the iterator then ends too. May be called at any time, from any thread.
+    fn cancel(&self, py: Python<'_>) {
+        self.cancel.cancel();
+        if check_process(self.process).is_ok() {
+            py.detach(|| self.inbox().messages = None);
+        }
+    }
+
+    /// The whole generation, once its last event was read; None before, and for ever when it was cancelled.
+    #[getter]
+    fn result(&self, py: Python<'_>) -> PyResult<Option<results::Result>> {
+        check_process(self.process)?;
+        Ok(py.detach(|| self.inbox().result.clone()))
+    }
+
+    fn __enter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, pyo3::types::PyTuple>) -> PyResult<()> {
+        check_process(self.process)?;
+        self.stop(py);
+        Ok(())
+    }
+}

@@ -1,0 +1,41 @@
+"""Small random checkpoints, written by the references."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import flint_rs
+import pytest
+import reference
+
+# Slow enough on the reference path that work is going on when a test interrupts it: about 20 million weights a token.
+SLOW = reference.Shape(6, 512, 8, 2, 64, 1024, 4, 4, 512, 512, 33)
+
+
+@pytest.fixture(scope="session")
+def gguf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Flint."""
+    model = reference.random_flint(reference.SHAPES[0], seed=7)
+    return reference.write_flint_gguf(model, tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def slow_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Flint whose generation takes long."""
+    model = reference.random_flint(SLOW, seed=7)
+    return reference.write_flint_gguf(model, tmp_path_factory.mktemp("slow") / "slow.gguf")
+
+
+@pytest.fixture
+def flint(gguf_path: Path) -> Iterator[flint_rs.Flint]:
+    """The tiny Flint, open."""
+    with flint_rs.Flint(gguf_path) as model:
+        yield model
+
+
+@pytest.fixture
+def slow_flint(slow_path: Path) -> Iterator[flint_rs.Flint]:
+    """The slow Flint, open on the reference path."""
+    with flint_rs.Flint(slow_path, device="reference") as model:
+        yield model
