@@ -9,6 +9,7 @@ mod print;
 mod types;
 
 use crate::{
+    checkpoint::Checkpoint,
     config::{Attention, FlintConfig, LayerKind, Mlp},
     error::{Error, Result},
     kernels::{
@@ -194,6 +195,18 @@ pub struct Plan {
     pools: Pools,
 }
 
+/// The plan for a checkpoint on an H200, from its header; without `context_tokens` for the model's whole context.
+pub fn of_file(path: &std::path::Path, sequences: usize, context_tokens: Option<usize>) -> Result<Plan> {
+    let checkpoint = Checkpoint::open(path)?;
+    let config = FlintConfig::from_checkpoint(&checkpoint)?;
+    let limits = Limits {
+        sequences,
+        context_tokens: context_tokens.unwrap_or(config.context_length),
+        vocab_tokens: config.vocab_size,
+    };
+    Plan::new(&config, &Types::of_checkpoint(&checkpoint, &config)?, limits, Card::H200)
+}
+
 impl Plan {
     /// The plan for a model of these dimensions and types. Errors: [`Error::Value`] naming the limit that is out of range;
     /// [`Error::Unavailable`] for a model that neither path runs.
@@ -207,7 +220,7 @@ impl Plan {
                 return Err(Error::value(field, value.to_string(), format!("1 to {most}")));
             }
         }
-        let (path, weights) = match fast::format(config, types) {
+        let (path, weights) = match fast::format(config, types, card) {
             Ok(format) => (Path::Fast(format), WeightPlan::Fast(format, FastWeights::new(config, format))),
             Err(because) => (Path::General { because }, WeightPlan::General(GeneralWeights::new(config, types)?)),
         };

@@ -10,13 +10,14 @@ use std::sync::Arc;
 use cpu_support::{Kind, Random, configs, mean_kl, weights};
 use flint_rs::{
     cancel::Cancel,
-    checkpoint::DType,
+    checkpoint::{Checkpoint, DType},
     config::FlintConfig,
     cpu::{self, CpuModel, Positions, Precision},
     gpu::{GpuModel, RunOptions, SequenceId, Source},
     kernels::SampleStart,
     plan::{Limits, Path},
     sampling::SamplingParams,
+    tokenizer::{ControlTokens, Tokenizer},
     weights::Weights,
 };
 
@@ -95,6 +96,37 @@ fn five_layers_at_full_width_diverge_from_fp32_no_more_than_the_cpu() {
         println!("{dtype}: GPU {gpu:.3e}, CPU {cpu:.3e}");
         assert!(gpu <= 1.1 * cpu, "{dtype}: {gpu} against {cpu}");
     }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn the_shipped_model_says_what_the_cpu_says() {
+    // Where it was built, or where the bundle is run.
+    let file = std::path::Path::new("python/flint_rs/models/flint-small.gguf");
+    let built = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
+    let path = if built.exists() { built.as_path() } else { file };
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let config = FlintConfig::from_checkpoint(&checkpoint).unwrap();
+    let text = concat!(include_str!("../README.md"), include_str!("../CONTRIBUTING.md"), include_str!("gpu_model.rs"));
+    let mut tokens = Tokenizer::from_checkpoint(&checkpoint).unwrap().encode(text, ControlTokens::AsText).unwrap();
+    tokens.truncate(1100);
+    let weights = Arc::new(Weights::bind(&checkpoint, config, &mut |_, _| {}, &Cancel::default()).unwrap());
+    let mut model = load(Source::Weights(&weights), 1);
+
+    let exact = cpu_logits(&weights, Precision::Float32, cpu::Path::Fast, &tokens);
+    let rounded = cpu_logits(&weights, Precision::Bfloat16, cpu::Path::Fast, &tokens);
+    let found = forward_all(&mut model, &tokens);
+    let vocab = weights.config.vocab_size;
+    let (gpu, cpu) = (mean_kl(&exact, &found, vocab), mean_kl(&exact, &rounded, vocab));
+    let best = |logits: &[f32]| -> Vec<usize> {
+        let best = |row: &[f32]| (0..vocab).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap();
+        logits.chunks_exact(vocab).map(best).collect()
+    };
+    let (gpu_best, cpu_best) = (best(&found), best(&rounded));
+    let equal = gpu_best.iter().zip(&cpu_best).filter(|(a, b)| a == b).count();
+    println!("GPU {gpu:.3e}, CPU {cpu:.3e}, {equal} of {} first choices are the same", tokens.len());
+    assert!(gpu <= 1.1 * cpu, "{gpu} against {cpu}");
+    assert!(equal * 1000 >= 995 * tokens.len(), "{equal} of {}", tokens.len());
 }
 
 /// Models of both paths and all formats that the device can make itself, with room for 8 sequences.

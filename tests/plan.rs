@@ -6,7 +6,7 @@ use flint_rs::{
     checkpoint::DType,
     config::{Attention, FlintConfig, LayerKind, Mlp},
     kernels::Args,
-    plan::{Bases, Card, Ending, Limits, Operation, Path, Plan, Step, Totals, Types, distinct_experts},
+    plan::{Bases, Card, Ending, Limits, Operation, Path, Plan, Step, Totals, Types, distinct_experts, of_file},
     tiles::TileFormat,
     weights::Weights,
 };
@@ -124,6 +124,10 @@ fn the_first_fact_that_forces_the_general_path_is_named() {
         };
         assert!(because.starts_with(fact), "{because}");
     }
+    let old = Card { major: 8, ..Card::H200 };
+    let config = FlintConfig::flint(5, 1024);
+    let plan = Plan::new(&config, &Types::of_synthetic(&config, DType::Bf16).unwrap(), limits, old).unwrap();
+    assert!(plan.path().to_string().contains("because the card has compute capability 8.x"), "{}", plan.path());
     // What the model does not have does not matter.
     let moe_only = change(|c| (c.dense_intermediate_size, c.layers) = (512, c.layers.split_off(2)));
     assert_eq!(*plan_of(&moe_only, DType::Bf16, limits).path(), Path::Fast(TileFormat::Bf16));
@@ -277,6 +281,23 @@ fn types_of_loaded_weights_are_those_of_the_recipe() {
         let weights = Weights::synthetic(config.clone(), 1, dtype).unwrap();
         assert_eq!(Types::of_weights(&weights), Types::of_synthetic(&config, dtype).unwrap());
     }
+}
+
+#[test]
+fn a_plan_of_a_file_is_that_of_its_header() {
+    let path = std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/python/flint_rs/models/flint-small.gguf"));
+    let plan = of_file(path, 2, Some(128)).unwrap();
+    let weights = std::fs::metadata(path).unwrap().len() as usize;
+    // The file has a tokenizer beside the weights, the device alignment and a scale a matrix.
+    assert!(
+        plan.memory().weights_bytes.abs_diff(weights) < weights / 10,
+        "{} for {weights}",
+        plan.memory().weights_bytes
+    );
+    assert!(matches!(plan.path(), Path::General { .. }));
+    assert_eq!(plan.limits().context_tokens, 128);
+    let error = of_file(path, 2, Some(1 << 24)).unwrap_err().to_string();
+    assert!(error.starts_with("context_tokens"), "{error}");
 }
 
 #[test]

@@ -171,13 +171,13 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// The largest matrix, in bytes as the file has it.
-    pub fn largest(&self) -> usize {
-        let largest = |tensor: &Tensor<'_>| match tensor {
-            Tensor::Vector(_) => 0,
-            Tensor::Matrices(all) => all.iter().map(Origin::bytes).max().unwrap_or(0),
+    /// The largest matrix among those whose name is `wanted`, in bytes as the file has it.
+    pub fn largest(&self, wanted: impl Fn(&str) -> bool) -> usize {
+        let bytes = |(name, tensor): (&String, &Tensor<'_>)| match tensor {
+            Tensor::Matrices(all) if wanted(name) => all.iter().map(Origin::bytes).max().unwrap_or(0),
+            _ => 0,
         };
-        self.tensors.values().map(largest).max().unwrap_or(0)
+        self.tensors.iter().map(bytes).max().unwrap_or(0)
     }
 
     /// Writes `values` to `offset`.

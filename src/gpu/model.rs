@@ -226,7 +226,8 @@ impl GpuModel {
         self.decoding.queue()
     }
 
-    /// Waits for the oldest unread step of the decode loop: what it chose for each row. `None` when all were read.
+    /// Waits for the oldest unread step of the decode loop: what it chose for each row. `None` when all were read. A row
+    /// whose record is an error did not move on: it must leave the loop.
     pub fn read_step(&mut self) -> Result<Option<Vec<SampleRecord>>> {
         const WHAT: &str = "a decode step";
         if self.unread_steps() == 0 {

@@ -16,8 +16,11 @@ impl Loader<'_> {
     pub fn fill(&mut self, plan: &mut WeightPlan, to: &Buffer) -> Result<()> {
         match plan {
             WeightPlan::Fast(format, weights) => {
-                let scratch = self.device.alloc("a scratch buffer for weights", 2 * self.largest())?;
-                Packer { loader: self, format: *format, scratch, to }.fill(weights)
+                // The embedding is not packed, and the LM head is packed alone.
+                let half = self.largest(|name| name.starts_with("blk.")).next_multiple_of(256);
+                let len = self.largest(|name| name == "output.weight").max(2 * half);
+                let scratch = self.device.alloc("a scratch buffer for weights", len)?;
+                Packer { loader: self, format: *format, scratch, half: half as u64, to }.fill(weights)
             }
             WeightPlan::General(weights) => fill_general(self, weights, to),
         }
@@ -82,6 +85,8 @@ struct Packer<'a, 'b> {
     loader: &'a mut Loader<'b>,
     format: TileFormat,
     scratch: Buffer,
+    /// Where the second of two matrices starts in it.
+    half: u64,
     to: &'a Buffer,
 }
 
@@ -178,11 +183,10 @@ impl<'b> Packer<'_, 'b> {
 
     /// Row r of `gate` is row r % 8 of strip r / 8, and row r of `up` 8 rows below it.
     fn pack_pair(&mut self, gate: Origin<'_>, up: Origin<'_>, tiles: u64) -> Result<()> {
-        let half = self.scratch.len() as u64 / 2;
         self.loader.put(gate, &self.scratch, 0)?;
-        self.loader.put(up, &self.scratch, half)?;
+        self.loader.put(up, &self.scratch, self.half)?;
         let low = self.scratch.address();
-        self.repack(low, low + half, tiles, 2 * gate.rows() / TILE_ROWS, gate.cols(), TILE_ROWS / 2)
+        self.repack(low, low + self.half, tiles, 2 * gate.rows() / TILE_ROWS, gate.cols(), TILE_ROWS / 2)
     }
 
     fn repack(&self, low: u64, high: u64, tiles: u64, strips: usize, cols: usize, row_step: usize) -> Result<()> {

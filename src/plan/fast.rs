@@ -1,6 +1,6 @@
 //! The fast path: when a model can take it, where its weights lie, and its launches.
 
-use super::{Bases, Buffers, Ending, LayerCache, Operation, Plan, Space, Step, Types, distinct_experts};
+use super::{Bases, Buffers, Card, Ending, LayerCache, Operation, Plan, Space, Step, Types, distinct_experts};
 use crate::{
     checkpoint::DType,
     config::{FlintConfig, LayerKind, Mlp},
@@ -135,7 +135,10 @@ impl FastWeights {
 }
 
 /// The format of the tiles, or the first fact that keeps the model off this path.
-pub(super) fn format(config: &FlintConfig, types: &Types) -> Result<TileFormat, String> {
+pub(super) fn format(config: &FlintConfig, types: &Types, card: Card) -> Result<TileFormat, String> {
+    if card.major < 9 {
+        return Err(format!("the card has compute capability {}.x, the tiled kernels are made for 9.0", card.major));
+    }
     let moe = config.layers.iter().any(|layer| layer.mlp == Mlp::Moe);
     let dense = config.layers.iter().any(|layer| layer.mlp == Mlp::Dense);
     let group = DECODE_ATTENTION_GROUP as usize;
