@@ -5,11 +5,11 @@
 #include <cstdint>
 
 struct SyntheticArgs {
-    void* out;            // [n_elements] f32, bf16, or blocks of 36 bytes
+    void* out;  // [n_elements] f32, bf16, or blocks of 36 bytes
     uint64_t n_elements;
-    uint64_t chunk_len;   // elements that continue one sequence of random numbers
+    uint64_t chunk_len;  // elements that continue one sequence of random numbers
     uint64_t seed;
-    float spread;         // standard deviation; not used for blocks
+    float spread;  // standard deviation; not used for blocks
     uint32_t reserved;
 };
 static_assert(sizeof(SyntheticArgs) == 40 && offsetof(SyntheticArgs, n_elements) == 8 &&

@@ -63,8 +63,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) repack_nvfp4(const __grid
     uint32_t words[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-        words[j] = low.pair(4 * j, 15, 6) | high.pair(4 * j, 12, 3) | low.pair(4 * j + 2, 14, 0) |
-                   high.pair(4 * j + 2, 13, 9);
+        words[j] =
+            low.pair(4 * j, 15, 6) | high.pair(4 * j, 12, 3) | low.pair(4 * j + 2, 14, 0) | high.pair(4 * j + 2, 13, 9);
 
     uint8_t* tile = args.tiles + (uint64_t(blockIdx.x) * args.k_tiles + blockIdx.y) * (1 + kChunks) * kLineBytes;
     uint8_t* line = tile + 16 * lane;

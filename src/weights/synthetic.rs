@@ -123,10 +123,11 @@ impl MatrixRecipe {
     }
 
     fn fill(&self, element: impl Fn(&mut Random, &mut [u8]) + Sync) -> Bytes {
-        let mut bytes = vec![0; self.n_elements() * self.dtype.block_bytes()];
-        bytes.par_chunks_mut(CHUNK_BYTES).enumerate().for_each(|(chunk, bytes)| {
+        let element_bytes = self.dtype.block_bytes();
+        let mut bytes = vec![0; self.n_elements() * element_bytes];
+        bytes.par_chunks_mut(self.chunk_len() * element_bytes).enumerate().for_each(|(chunk, bytes)| {
             let mut random = Random(self.seed ^ chunk as u64);
-            bytes.chunks_exact_mut(self.dtype.block_bytes()).for_each(|bytes| element(&mut random, bytes));
+            bytes.chunks_exact_mut(element_bytes).for_each(|bytes| element(&mut random, bytes));
         });
         bytes.into()
     }
