@@ -159,9 +159,9 @@ __device__ Key block_threshold(Key key, Key max, uint32_t least, uint32_t most) 
     return low;
 }
 
-// The largest bound for which the measures of the row's keys that reach it add up to `need`, or one that the same keys
-// of a measure above 0 reach; `low` if all that reach `low` do not add up to it. Each pass divides the keys from `low`
-// to `low + width` into up to four parts and goes on in one of them.
+// A bound that is reached by the fewest of the row's first keys whose measures add up to `need`, and perhaps by keys of
+// measure 0; `low` if all that reach `low` do not add up to it. Each pass divides the keys from `low` to `low + width`
+// into up to four parts and goes on in the one where the sum reaches `need`, until that one holds a single key.
 template <typename Measure>
 __device__ Key select(Block& b, const Slice& slice, const Measure& measure, Key low, Key max, uint64_t need) {
     Shared& s = b.s;
