@@ -1,21 +1,22 @@
 // decode_sample.cu: logits to the next token of each row, as the CPU's sampler chooses it, bit for bit.
 //
 //   l = logits, -inf where masks forbid, + bias; repetition, frequency and presence penalty
-//   temperature 0:  the first key;  a key orders by (l, -token)
-//   otherwise       w = exp((l - max) / temperature) as integers; of those that min_p, top_k and top_p leave, in order of
-//                   tokens, the first whose running sum of w exceeds random * sum / 2^64
+//   temperature 0:  the first key;  keys order by (l, -token)
+//   otherwise       w = exp((l - max) / temperature) as integers; of the tokens that min_p, top_k and top_p leave, in
+//                   ascending order, the first one whose running sum of w exceeds random * sum / 2^64
 //
 // in   logits [B, logits_stride] f32, rows [B], masks, bias, seen: see args_sample.h
-// out  tokens [B] the choice; positions [B] + 1; rows and seen brought up to date; the row's next record in ring
+// out  tokens [B] the choice; positions [B] + 1; rows and seen brought up to date; the row's next record in ring.
+//      Where no token can be chosen, the record says why and all else stays as it was
 //
-// How     Each of a row's 8 blocks holds an eighth of the logits. Greedy and top_k up to 64 need the few largest keys: a
-//         key that enough threads' largest reach bounds them from below, and what reaches it is gathered in block 0. The
-//         rest takes as many passes over all logits as its bisections need; 64 times 4 at worst, about 10 in practice.
-//         Every sum is one of integers, so that no order matters.
-// launch  grid (8, B) as clusters of 8, block 1024; before sm_90 grid (1, B). Dynamic shared memory ceil(V / 8) * 4 bytes,
-//         or none with a workspace. V up to 2^23.
-// bound   latency: B * V * 4 bytes, from L2
-// PDL     waits before reading anything; triggers right after
+// how      Each of a row's 8 blocks holds an eighth of the logits. Greedy and top_k up to 64 need the few largest keys:
+//          one that enough threads' largest reach bounds them from below, and what reaches it is gathered in block 0.
+//          Everything else takes as many passes over all logits as it takes to part the keys by four: 32 at worst,
+//          about 12 in practice. Every sum is one of integers, so that no order matters.
+// launch   grid (8, B) as clusters of 8, before sm_90 grid (1, B); block 1024. Dynamic shared memory: 4 bytes for each
+//          logit of a block, or none with a workspace. V is at most 2^23
+// bound    latency; B * V * 4 bytes, from L2
+// PDL      waits before reading anything; triggers right after
 
 #include "args_sample.h"
 #include "cluster.cuh"
@@ -38,9 +39,9 @@ static_assert(2 * kParts <= kWords && kTopMost <= kThreads && kClusterBlocks * k
 
 struct Shared {
     SampleRow row;
-    uint64_t out[kWords];                          // this block's words
-    uint64_t board[2][kClusterBlocks][kWords];     // all blocks' words, of this exchange and of the last
-    uint64_t total[kWords];                        // over all blocks
+    uint64_t out[kWords];                       // this block's words
+    uint64_t board[2][kClusterBlocks][kWords];  // all blocks' words, of this exchange and of the last
+    uint64_t total[kWords];                     // over all blocks
     uint64_t warps[kWarps];
     uint64_t sums[kWarps][kWords];
     Key list[kListMost];
@@ -139,9 +140,9 @@ __device__ void add_sums(Block& b, uint32_t n) {
     exchange_sums(b);
 }
 
-// A key that `least` to `most` threads' keys reach; kFloor + 1 if no more than `most` are above kFloor. `max` is at least
-// every key. Ends, because keys differ: while more than `most` reach `low`, and fewer than `least` reach `high`, there is
-// a key between them.
+// A key that `least` to `most` threads' keys reach; kFloor + 1 if no more than `most` are above kFloor. `max` is at
+// least every key. Ends, because keys differ: while more than `most` reach `low`, and fewer than `least` reach `high`,
+// there is a key between them.
 __device__ Key block_threshold(Key key, Key max, uint32_t least, uint32_t most) {
     Key low = kFloor + 1, high = max + 1;
     uint32_t count = __syncthreads_count(key >= low);
@@ -158,28 +159,27 @@ __device__ Key block_threshold(Key key, Key max, uint32_t least, uint32_t most) 
     return low;
 }
 
-// The largest bound for which the measures of the row's keys that reach it add up to `need`, or one that the same keys of
-// a measure above 0 reach; `low` if all that reach `low` do not add up to it. Splits the keys between bounds in four.
+// A bound that is reached by the fewest of the row's first keys whose measures add up to `need`, and perhaps by keys of
+// measure 0; `low` if all that reach `low` do not add up to it. Each pass divides the keys from `low` to `low + width`
+// into up to four parts and goes on in the one where the sum reaches `need`, until that one holds a single key.
 template <typename Measure>
 __device__ Key select(Block& b, const Slice& slice, const Measure& measure, Key low, Key max, uint64_t need) {
     Shared& s = b.s;
-    Key high = max + 1;
-    uint64_t above = 0;
+    uint64_t width = max + 1 - low;
     for (;;) {
-        const Key step = larger((high - low) / kParts, 1);
-        const auto bound = [&](uint32_t part) { return part < kParts && part * step < high - low ? low + part * step : high; };
+        const int shift = ::max(62 - __clzll(width - 1), 0);
         uint64_t mass[kParts] = {};
         uint32_t count[kParts] = {};
         for (uint32_t i = threadIdx.x; i < slice.n; i += kThreads) {
             const Key key = slice.key(i);
-            if (key < low || key >= high) continue;
+            if (key < low || key - low >= width) continue;
             const uint64_t m = measure(key);
-            if (m == 0) continue;
+            const uint32_t in = (key - low) >> shift;
 #pragma unroll
             for (uint32_t part = 0; part < kParts; ++part) {
-                if (key >= bound(part)) {
+                if (part == in) {
                     mass[part] += m;
-                    ++count[part];
+                    count[part] += m != 0;
                 }
             }
         }
@@ -195,14 +195,11 @@ __device__ Key select(Block& b, const Slice& slice, const Measure& measure, Key 
         add_sums(b, 2 * kParts);
 
         uint32_t part = kParts - 1;
-        while (part > 0 && above + s.total[part] < need) --part;
-        if (above + s.total[part] < need) return low;
-        const bool last = part == kParts - 1;
-        const uint64_t inside = s.total[kParts + part] - (last ? 0 : s.total[kParts + part + 1]);
-        above += last ? 0 : s.total[part + 1];
-        high = bound(part + 1);
-        low = part == 0 ? low : bound(part);
-        if (inside == 1) return low;
+        while (s.total[part] < need && part > 0) need -= s.total[part--];
+        if (s.total[part] < need) return low;
+        low += uint64_t(part) << shift;
+        width = 1ull << shift;
+        if (s.total[kParts + part] == 1) return low;
     }
 }
 
@@ -210,7 +207,7 @@ __device__ Key select(Block& b, const Slice& slice, const Measure& measure, Key 
 // `best` is the thread's largest key, `max` the row's; `k` is at most kTopMost.
 __device__ uint32_t top_keys(Block& b, const Slice& slice, uint32_t k, Key best, Key max) {
     Shared& s = b.s;
-    Key from = block_threshold(best, max, k, 2 * k);
+    Key from = block_threshold(best, max, k, k + k / 2);
     for (;;) {
         if (threadIdx.x == 0) s.listed = 0;
         __syncthreads();
@@ -456,7 +453,7 @@ __device__ Best fill(Shared& s, const DecodeSampleArgs& args, const Slice& raw, 
         }
     }
     if (bad != kAll) atomicMin(&s.bad, bad);
-    if (overflow) s.overflow = 1;
+    if (overflow) atomicOr(&s.overflow, 1);
     const Key key = best > -kInfinity ? make_key(best, best_token) : 0;
     if (kPlain) return {key, key};
     return {key, raw_best > -kInfinity ? make_key(raw_best, raw_best_token) : 0};

@@ -1,5 +1,5 @@
-// Exact arithmetic of sampling, the same as src/sampling/select.rs and rng.rs bit for bit: products and sums are rounded
-// one by one, and everything that is added up is an integer.
+// Exact arithmetic of sampling, the same as src/sampling/select.rs and rng.rs bit for bit: products and sums are
+// rounded one by one, and everything that is added up is an integer.
 #pragma once
 
 #include <cstdint>

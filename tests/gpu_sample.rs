@@ -360,7 +360,7 @@ fn shapes_of_distributions_at_flints_size() {
         check(&gpu, &mut random, FLINT, &requests, scaled(scale));
     }
     check(&gpu, &mut random, FLINT, &requests, |_, _| vec![2.0; FLINT]);
-    // All tokens of one thread, then of one warp, above the others.
+    // Those of one thread of each block, then of a few warps, above the others.
     check(&gpu, &mut random, FLINT, &requests, |random, n| {
         let mut logits = random.normals(FLINT);
         logits.iter_mut().skip(n).step_by(1024).for_each(|x| *x += 8.0);
@@ -368,9 +368,9 @@ fn shapes_of_distributions_at_flints_size() {
     });
     check(&gpu, &mut random, FLINT, &requests, |random, n| {
         let mut logits = random.normals(FLINT);
-        logits
-            .chunks_mut(1024)
-            .for_each(|part| part[..part.len().min(32 * (n + 1))].iter_mut().for_each(|x| *x += 8.0));
+        for part in logits.chunks_mut(1024) {
+            part.iter_mut().take(32 * (n + 1)).for_each(|x| *x += 8.0);
+        }
         logits
     });
 }

@@ -44,13 +44,14 @@ pub struct DecodeSampleArgs {
     pub tokens: u64,
     /// `[B]` u32; each goes up by 1.
     pub positions: u64,
-    /// `[ring_lines, 8, 48]` u32 that the host reads: a row's records by their number from 0, modulo `ring_lines`.
+    /// `[ring_lines, 8, 48]` u32, such as pinned host memory: a row's records by their number from 0, modulo
+    /// `ring_lines`.
     pub ring: u64,
     /// V, at most [`SAMPLE_VOCAB_MOST`].
     pub vocab: u32,
     /// Values from one row of `logits` to the next.
     pub logits_stride: u32,
-    /// Lines of `ring`.
+    /// Lines of `ring`, at least 1.
     pub ring_lines: u32,
     /// Fills the struct.
     pub reserved: u32,
@@ -75,7 +76,7 @@ pub struct SampleRow {
     records: u32,
 }
 
-/// One choice, as the kernel writes it.
+/// One choice, as the kernel writes it; complete once the launch has ended.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SampleRecord {
@@ -215,9 +216,7 @@ fn bias(params: &SamplingParams, vocab_size: usize) -> Option<Vec<f32>> {
 }
 
 fn seen(params: &SamplingParams, prompt: &[u32], output: &[u32], vocab_size: usize) -> Option<Vec<u32>> {
-    #[expect(clippy::float_cmp, reason = "only these exact values leave logits as they are")]
-    let neutral = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1.0, 0.0, 0.0);
-    if neutral {
+    if (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1.0, 0.0, 0.0) {
         return None;
     }
     let mut seen = vec![0; vocab_size];
@@ -372,9 +371,12 @@ mod tests {
 
     #[test]
     fn ids_outside_the_vocabulary_are_refused_by_name() {
-        let ends: [(&str, [&[u32]; 2], &[u32]); 3] =
-            [("prompt", [&[70], &[]], &[]), ("output", [&[], &[1, 71]], &[]), ("end_token_ids", [&[], &[]], &[99])];
-        for (field, tokens, end_token_ids) in ends {
+        let none = &[][..];
+        for (field, tokens, end_token_ids) in [
+            ("prompt", [&[70][..], none], none),
+            ("output", [none, &[1, 71]], none),
+            ("end_token_ids", [none, none], &[99]),
+        ] {
             let error = SampleStart::new(&SamplingParams::default(), SEED, tokens, end_token_ids, 70, 0).unwrap_err();
             assert!(error.to_string().starts_with(&format!("{field}: expected token ids below 70")), "{error}");
         }
