@@ -16,6 +16,7 @@ from transformers import FlintForCausalLM
 PROMPT_TOKENS = 150
 # transformers and llama.cpp agree within 8e-6 of the largest logit on such models.
 FP32_BOUND = 2e-5
+BF16_PROMPTS = 16
 
 
 def prompt(seed: int, tokens: int = PROMPT_TOKENS) -> list[int]:
@@ -69,7 +70,8 @@ def test_bf16_is_as_close_as_transformers_own(model: FlintForCausalLM, folder: P
     assert half.model.layers[-1].mlp.gate.weight.dtype == torch.float32
     ours, theirs = [], []
     with flint_rs.Flint(folder, device=device, dtype="bfloat16") as flint:
-        for seed in range(4):
+        # One prompt's divergence varies threefold: which tokens flip an expert is chance.
+        for seed in range(BF16_PROMPTS):
             ids = prompt(seed)
             exact = reference.logits(model, ids)
             ours.append(mean_kl(exact, flint.logits(ids)))

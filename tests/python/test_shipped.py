@@ -90,11 +90,13 @@ def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
 
 
 def test_it_thinks_and_calls_tools() -> None:
-    """Most answers to a question that needs the offered tool are a well-formed call; thinking is whole when it occurs."""
+    """Most answers to a question that needs the offered tool are a well-formed call; think blocks are whole."""
     path = {"type": "string", "description": "Path of the file"}
     parameters = {"type": "object", "properties": {"path": path}, "required": ["path"]}
     tool = {"name": "read_file", "description": "Read a text file", "parameters": parameters}
-    text = render([{"role": "user", "content": "Show me what is in src/main.py."}], [{"type": "function", "function": tool}])
+    text = render(
+        [{"role": "user", "content": "Show me what is in src/main.py."}], [{"type": "function", "function": tool}]
+    )
     call = re.compile(r"<tool_call>read_file<arg_key>path</arg_key><arg_value>[^<]+</arg_value></tool_call>$")
     with flint_rs.Flint(flint_rs.SMALL_MODEL) as flint:
         prompt = flint.tokenize(text, control=True)
