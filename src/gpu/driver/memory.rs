@@ -50,7 +50,7 @@ impl Device {
         let pointer = unsafe { result::malloc_host(bytes.max(1), flags) }.map_err(failed(&what))?.cast::<T>();
         // SAFETY: the allocation has `len` elements, page-aligned.
         unsafe { ptr::write_bytes(pointer, 0, len) };
-        Ok(Pinned { pointer, len, _device: self.clone() })
+        Ok(Pinned { pointer, len, device: self.clone() })
     }
 }
 
@@ -79,6 +79,9 @@ impl Buffer {
 
     /// Sets every byte to `value`, in stream order.
     pub fn fill(&self, value: u8) -> Result<()> {
+        if self.is_empty() {
+            return Ok(());
+        }
         // SAFETY: the allocation has `len` bytes and lives until `drop`, which waits for the stream.
         unsafe { result::memset_d8_async(self.address, value, self.len, self.device.stream()) }
             .map_err(failed("filling GPU memory"))
@@ -157,7 +160,7 @@ impl Plain for f32 {}
 pub struct Pinned<T> {
     pointer: *mut T,
     len: usize,
-    _device: Device,
+    device: Device,
 }
 
 impl<T: Plain> Pinned<T> {
@@ -201,7 +204,9 @@ impl<T: Plain> Pinned<T> {
 
 impl<T> Drop for Pinned<T> {
     fn drop(&mut self) {
-        // SAFETY: allocated by `malloc_host` and freed once; cuMemFreeHost waits for work that uses it.
+        // Copies from it may be under way, after an error too, which whoever waits next will see.
+        let _ = self.device.synchronize("freeing pinned memory");
+        // SAFETY: allocated by `malloc_host` and freed once, when nothing uses it.
         let _ = unsafe { result::free_host(self.pointer.cast()) };
     }
 }
