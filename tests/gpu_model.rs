@@ -131,13 +131,15 @@ fn the_shipped_model_says_what_the_cpu_says() {
 
 /// Models of both paths and all formats that the device can make itself, with room for 8 sequences.
 fn synthetic_models() -> Vec<(FlintConfig, DType)> {
-    let small = configs(true).swap_remove(0);
+    // Both have full and sliding layers, dense and mixed.
+    let small = configs(true).pop().unwrap();
+    let full_width = FlintConfig::flint(4, 1024);
     vec![
         (small.clone(), DType::F32),
         (small.clone(), DType::Bf16),
         (small, DType::Nvfp4),
-        (FlintConfig::flint(3, 1024), DType::Bf16),
-        (FlintConfig::flint(3, 1024), DType::Nvfp4),
+        (full_width.clone(), DType::Bf16),
+        (full_width, DType::Nvfp4),
     ]
 }
 
