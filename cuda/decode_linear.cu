@@ -114,7 +114,7 @@ __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
     DECODE_LINEAR(decode_qkv, FORMAT, TILE, NB, kNorm, kBf16, 2048, 4, 2)                  \
     DECODE_LINEAR(decode_o, FORMAT, TILE, NB, kPlain, kBf16, 4096, 8, 1)                   \
     DECODE_LINEAR(decode_dense_up, FORMAT, TILE, NB, kNorm, kSwiGlu, 2048, 4, 2)           \
-    DECODE_LINEAR(decode_dense_down, FORMAT, TILE, NB, kPlain, kBf16, 6144, 12, 1)         \
+    DECODE_LINEAR(decode_dense_down, FORMAT, TILE, NB, kPlain, kBf16, 6144, 6, 1)          \
     DECODE_LINEAR(decode_lm_head, FORMAT, TILE, NB, kNorm, kF32, 2048, 1, 8)
 
 DECODE_LINEARS(nvfp4, Nvfp4Tile, 1)

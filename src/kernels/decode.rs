@@ -257,7 +257,7 @@ pub const O_SHAPE: LinearShape = LinearShape { cols: 4096, split: 8, groups: 1, 
 /// Shape of [`DECODE_DENSE_UP`].
 pub const DENSE_UP_SHAPE: LinearShape = LinearShape { cols: 2048, split: 4, groups: 2, most_blocks: 1024 };
 /// Shape of [`DECODE_DENSE_DOWN`].
-pub const DENSE_DOWN_SHAPE: LinearShape = LinearShape { cols: 6144, split: 12, groups: 1, most_blocks: 1024 };
+pub const DENSE_DOWN_SHAPE: LinearShape = LinearShape { cols: 6144, split: 6, groups: 1, most_blocks: 1024 };
 
 impl LinearShape {
     /// Shape of [`DECODE_LM_HEAD`] on a card of `processors` multiprocessors: two blocks on each, for ever.
@@ -329,7 +329,7 @@ mod tests {
             (QKV_SHAPE, 320, 160, 256),
             (O_SHAPE, 128, 128, 256),
             (DENSE_UP_SHAPE, 768, 384, 256),
-            (DENSE_DOWN_SHAPE, 128, 128, 384),
+            (DENSE_DOWN_SHAPE, 128, 128, 192),
             (LinearShape::lm_head(132), 9384, 264, 256),
         ] {
             let launch = shape.launch(TileFormat::Nvfp4, 1, strips, 0);
