@@ -12,7 +12,7 @@ REQUIREMENTS = $(PYTHON) -c 'import functools, sys, tomllib; \
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-rust test-python test-gpu lint format fuzz bench-cpu wheel build-env clean help
+.PHONY: demo test test-rust test-python test-gpu gpu-bundle lint format fuzz bench-cpu wheel build-env clean help
 
 demo: .build/demo.stamp  ## Generate text with the model that ships
 	$(BUILD_VENV)/bin/flint-rs "def fibonacci(n):" --max-tokens 120 --seed 1
@@ -27,6 +27,9 @@ test-python: .build/dev.stamp  ## Run the Python tests against the built wheel
 
 test-gpu: build-env  ## Run the kernel tests, on a machine with a CUDA GPU
 	cargo test --locked --test 'gpu_*' -- --ignored
+
+gpu-bundle: build-env  ## Build GPU tests and bench into dist/gpu, for tools/gpu_check.sh on another machine
+	tools/gpu_bundle.sh
 
 lint: .build/dev.stamp  ## Check format, lints, types, stubs, and the rules between rooms
 	cargo fmt --check

@@ -1,14 +1,16 @@
 //! Compiles every `cuda/*.cu` to a fatbin in `OUT_DIR`, for the feature `cuda`.
 
 use std::{
-    env, fs,
+    env, fs, io,
     path::{Path, PathBuf},
     process::{Command, ExitCode},
     thread,
 };
 
-/// A100 and RTX 30/40; H100 and H200; B200, GB200 and GB300; RTX 50, RTX PRO 6000 and DGX Spark.
-const TARGETS: [&str; 4] = ["80", "90a", "100f", "120f"];
+/// A100 and RTX 30/40; H100 and H200; B200, GB200 and GB300; RTX 50, RTX PRO 6000 and DGX Spark. A developer who works
+/// on one card may name its target alone in the variable.
+const TARGETS: &str = "80 90a 100f 120f";
+const TARGETS_VARIABLE: &str = "FLINT_RS_CUDA_TARGETS";
 
 /// Prints the folder of the nvcc that the wheels `nvidia-cuda-nvcc` and companions install, or nothing.
 const FIND_WHEEL: &str = "import importlib.util as u, pathlib as p; s = u.find_spec('nvidia'); \
@@ -50,33 +52,70 @@ fn compile_kernels() -> Result<(), String> {
     if errors.is_empty() { Ok(()) } else { Err(errors.join("\n")) }
 }
 
+/// Puts the fatbin of `source` into `out_dir`. Cargo gives each profile and set of features its own `out_dir`, and runs this
+/// program anew when any kernel changed; so compiled kernels are kept beside them, and made again only when they changed.
 fn compile(nvcc: &Path, source: &Path, out_dir: &Path) -> Result<(), String> {
-    let fatbin = out_dir.join(source.file_name().ok_or("a source has a name")?).with_extension("fatbin");
-    let depfile = fatbin.with_extension("d");
+    let io = |path: &Path| {
+        let path = path.display().to_string();
+        move |e: io::Error| format!("{path}: {e}")
+    };
+    // The target folder, of target/PROFILE/build/PACKAGE/out.
+    let kept = out_dir.ancestors().nth(4).ok_or("OUT_DIR lies in a target folder")?.join("cuda");
+    fs::create_dir_all(&kept).map_err(io(&kept))?;
+    let name = Path::new(source.file_name().ok_or("a source has a name")?).with_extension("fatbin");
+    let (fatbin, new) = (kept.join(&name), out_dir.join(&name));
+    let depfile = new.with_extension("d");
     let mut command = Command::new(nvcc);
-    command.args(["-fatbin", "-std=c++17", "-O3", "-lineinfo", "-compress-mode=size", "-MMD", "-MF"]).arg(&depfile);
+    command.args(["-fatbin", "-std=c++17", "-O3", "-lineinfo", "-compress-mode=size"]).arg(source);
     // A spill costs more than any tuning gains and shows up nowhere else, so it is an error.
     command.arg("-Xptxas=-warn-spills,-warn-lmem-usage,-Werror");
-    for target in TARGETS {
+    let targets = env::var(TARGETS_VARIABLE).unwrap_or_else(|_| TARGETS.into());
+    for target in targets.split_whitespace() {
         command.arg("-gencode").arg(format!("arch=compute_{target},code=sm_{target}"));
     }
-    let output = command.arg("-o").arg(&fatbin).arg(source).output().map_err(|e| format!("{}: {e}", nvcc.display()))?;
-    if !output.status.success() {
-        let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        return Err(format!("{} failed on {}:\n{stdout}{stderr}", nvcc.display(), source.display()));
+    let stamp = fatbin.with_extension("command");
+    let line = format!("{command:?}");
+    let kept_depfile = fatbin.with_extension("d");
+    if !(fs::read_to_string(&stamp).is_ok_and(|last| last == line) && is_current(&fatbin, &kept_depfile)) {
+        let output = command.args(["-MMD", "-MF"]).arg(&depfile).arg("-o").arg(&new).output().map_err(io(nvcc))?;
+        if !output.status.success() {
+            let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+            return Err(format!("{} failed on {}:\n{stdout}{stderr}", nvcc.display(), source.display()));
+        }
+        // The stamp goes first and comes back last: what it vouches for is whole.
+        fs::remove_file(&stamp)
+            .or_else(|e| if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) })
+            .map_err(io(&stamp))?;
+        fs::copy(&depfile, &kept_depfile).map_err(io(&kept_depfile))?;
+        fs::copy(&new, &fatbin).map_err(io(&fatbin))?;
+        fs::write(&stamp, line).map_err(io(&stamp))?;
     }
-    let dependencies = fs::read_to_string(&depfile).map_err(|e| format!("{}: {e}", depfile.display()))?;
-    // `target: file file \` in make's syntax; -MMD leaves system headers out.
-    let files = dependencies.split_once(": ").map_or("", |(_, files)| files);
-    for file in files.split_whitespace().filter(|&word| word != "\\") {
+    fs::copy(&fatbin, &new).map_err(io(&new))?;
+    for file in dependencies(&kept_depfile).map_err(io(&kept_depfile))? {
         println!("cargo::rerun-if-changed={file}");
     }
     Ok(())
 }
 
+/// The files that nvcc read, from `target: file file \` in make's syntax.
+fn dependencies(depfile: &Path) -> io::Result<Vec<String>> {
+    let text = fs::read_to_string(depfile)?;
+    let files = text.split_once(": ").map_or("", |(_, files)| files);
+    Ok(files.split_whitespace().filter(|&word| word != "\\").map(Into::into).collect())
+}
+
+/// Whether `fatbin` is newer than everything it was made from.
+fn is_current(fatbin: &Path, depfile: &Path) -> bool {
+    let modified = |path: &Path| fs::metadata(path).and_then(|data| data.modified()).ok();
+    let Some(made) = modified(fatbin) else { return false };
+    dependencies(depfile).is_ok_and(|files| {
+        !files.is_empty() && files.iter().all(|file| modified(Path::new(file)).is_some_and(|changed| changed < made))
+    })
+}
+
 /// An explicit variable, `CUDA_HOME`, `PATH`, then the wheels in the building interpreter.
 fn find_nvcc() -> Result<PathBuf, String> {
-    for variable in ["FLINT_RS_NVCC", "CUDA_HOME", "PATH", "PYO3_PYTHON"] {
+    for variable in ["FLINT_RS_NVCC", "CUDA_HOME", "PATH", "PYO3_PYTHON", TARGETS_VARIABLE] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     // A variable that points nowhere is an error: falling through would build with another compiler than the one asked for.

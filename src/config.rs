@@ -90,6 +90,36 @@ const MAX_SIZE: usize = 1 << 20;
 const MAX_TOKENS: usize = 1 << 24;
 
 impl FlintConfig {
+    /// The dimensions of the published model, with `n_layers` layers and a vocabulary of `vocab_size`; it has 49 and
+    /// 150,144. Full attention without rotation on layers 0, 1, 5, 9 ... and the last; layers 0 and 1 are dense.
+    pub fn flint(n_layers: usize, vocab_size: usize) -> Self {
+        let layer = |index: usize| {
+            let full = index == 0 || index % 4 == 1 || index + 1 == n_layers;
+            LayerKind {
+                attention: if full { Attention::Full } else { Attention::Sliding },
+                rope: !full,
+                mlp: if index < 2 { Mlp::Dense } else { Mlp::Moe },
+            }
+        };
+        Self {
+            hidden_size: 2048,
+            vocab_size,
+            context_length: 262_144,
+            n_heads: 32,
+            n_kv_heads: 4,
+            head_dim: 128,
+            dense_intermediate_size: 6144,
+            n_experts: 256,
+            n_experts_per_token: 6,
+            expert_intermediate_size: 512,
+            shared_intermediate_size: 1024,
+            sliding_window: 513,
+            rms_norm_eps: 1e-6,
+            rope_theta: 10_000.0,
+            layers: (0..n_layers).map(layer).collect(),
+        }
+    }
+
     /// Reads and validates the configuration of a checkpoint: `general.architecture` and `flint.*` of a GGUF, or
     /// config.json as transformers and Recursive write it.
     pub fn from_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {

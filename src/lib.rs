@@ -11,13 +11,16 @@ pub mod cancel;
 pub mod nvfp4;
 pub mod checkpoint;
 pub mod config;
+pub mod kv;
 pub mod weights;
 pub mod tokenizer;
 pub mod convert;
 pub mod inspect;
 pub mod sampling;
 pub mod stop;
+pub mod tiles;
 pub mod kernels;
+pub mod plan;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod gpu;

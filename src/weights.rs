@@ -13,6 +13,8 @@ use std::collections::BTreeMap;
 
 use rayon::prelude::*;
 
+#[cfg(feature = "cuda")]
+pub(crate) use self::synthetic::MatrixRecipe;
 pub use self::{
     list::{ParameterCount, parameter_count},
     matrix::{Matrix, MatrixData},
@@ -21,6 +23,7 @@ pub(crate) use self::{
     list::{Shape, Spec},
     matrix::decode,
     source::Source,
+    synthetic::{Recipe, recipes},
 };
 use crate::{
     cancel::Cancel,
@@ -108,6 +111,15 @@ pub(crate) enum Item {
     Matrices(Vec<Source>),
 }
 
+/// The values of a [`Spec`].
+#[derive(Clone, Debug)]
+pub(crate) enum Held<'a> {
+    /// A vector.
+    Vector(&'a [f32]),
+    /// One, or one an expert.
+    Matrices(Vec<&'a Matrix>),
+}
+
 /// Finds every tensor of a Flint in `checkpoint`, by name, with type and shape checked, and refuses any other. Reads
 /// vectors and scales, and no matrix.
 pub(crate) fn resolve(checkpoint: &Checkpoint, config: &FlintConfig) -> Result<Vec<(Spec, Item)>> {
@@ -167,23 +179,35 @@ impl Weights {
 
     /// Bytes of all weights as stored.
     pub fn bytes(&self) -> usize {
-        let swiglu = |w: &SwiGlu| [&w.gate, &w.up, &w.down].iter().map(|m| m.data.bytes().len()).sum::<usize>();
-        let layer = |layer: &LayerWeights| {
-            let vectors = [&layer.attn_norm, &layer.q_norm, &layer.k_norm, &layer.sinks, &layer.mlp_norm];
-            let attention = [&layer.q, &layer.k, &layer.v, &layer.o];
-            let mlp = match &layer.mlp {
-                MlpWeights::Dense(dense) => swiglu(dense),
-                MlpWeights::Moe { router, experts, shared } => {
-                    router.data.bytes().len() + experts.iter().map(swiglu).sum::<usize>() + swiglu(shared)
-                }
-            };
-            mlp + vectors.iter().map(|v| size_of_val(v.as_slice())).sum::<usize>()
-                + attention.iter().map(|m| m.data.bytes().len()).sum::<usize>()
+        let bytes = |(_, held): (Spec, Held<'_>)| match held {
+            Held::Vector(values) => size_of_val(values),
+            Held::Matrices(matrices) => matrices.iter().map(|matrix| matrix.data.bytes().len()).sum(),
         };
-        self.embedding.data.bytes().len()
-            + self.lm_head.data.bytes().len()
-            + size_of_val(self.final_norm.as_slice())
-            + self.layers.iter().map(layer).sum::<usize>()
+        self.tensors().into_iter().map(bytes).sum()
+    }
+
+    /// Every tensor, in the order of [`list::list`].
+    pub(crate) fn tensors(&self) -> Vec<(Spec, Held<'_>)> {
+        fn swiglu<'a>(experts: &'a [SwiGlu], held: &mut Vec<Held<'a>>) {
+            let parts: [fn(&SwiGlu) -> &Matrix; 3] = [|w| &w.gate, |w| &w.up, |w| &w.down];
+            held.extend(parts.map(|part| Held::Matrices(experts.iter().map(part).collect())));
+        }
+        let matrix = |matrix| Held::Matrices(vec![matrix]);
+        let mut held = vec![matrix(&self.embedding), Held::Vector(&self.final_norm), matrix(&self.lm_head)];
+        for layer in &self.layers {
+            held.push(Held::Vector(&layer.attn_norm));
+            held.extend([&layer.q, &layer.k, &layer.v, &layer.o].map(matrix));
+            held.extend([&layer.q_norm, &layer.k_norm, &layer.sinks, &layer.mlp_norm].map(|v| Held::Vector(v)));
+            match &layer.mlp {
+                MlpWeights::Dense(dense) => swiglu(std::slice::from_ref(dense), &mut held),
+                MlpWeights::Moe { router, experts, shared } => {
+                    held.push(matrix(router));
+                    swiglu(experts, &mut held);
+                    swiglu(std::slice::from_ref(shared), &mut held);
+                }
+            }
+        }
+        list::list(&self.config).into_iter().zip(held).collect()
     }
 }
 
@@ -244,5 +268,52 @@ impl Parts {
 
     fn vector(&mut self, name: &str) -> Vec<f32> {
         self.vectors.remove(&format!("{name}.weight")).expect("every listed tensor was loaded")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        checkpoint::DType,
+        config::{Attention, LayerKind},
+    };
+
+    #[test]
+    fn every_tensor_is_listed_under_its_name() {
+        let layer = |mlp| LayerKind { attention: Attention::Full, rope: false, mlp };
+        let config = FlintConfig {
+            hidden_size: 10,
+            vocab_size: 7,
+            context_length: 64,
+            n_heads: 4,
+            n_kv_heads: 2,
+            head_dim: 6,
+            dense_intermediate_size: 9,
+            n_experts: 3,
+            n_experts_per_token: 2,
+            expert_intermediate_size: 5,
+            shared_intermediate_size: 8,
+            sliding_window: 4,
+            rms_norm_eps: 1e-6,
+            rope_theta: 1e4,
+            layers: vec![layer(Mlp::Dense), layer(Mlp::Moe)],
+        };
+        let weights = Weights::synthetic(config.clone(), 3, DType::F32).unwrap();
+        let recipes = recipes(&config, 3, DType::F32).unwrap();
+        let tensors = weights.tensors();
+        assert_eq!(tensors.len(), recipes.len());
+        for ((spec, held), (wanted, recipe)) in tensors.into_iter().zip(recipes) {
+            assert_eq!(spec.gguf, wanted.gguf);
+            match (held, recipe) {
+                (Held::Vector(held), Recipe::Vector(values)) => assert_eq!(held, values, "{}", spec.gguf),
+                (Held::Matrices(held), Recipe::Matrices(recipes)) => {
+                    let bytes: Vec<Vec<u8>> = recipes.iter().map(|r| r.make().data.bytes().to_vec()).collect();
+                    let held: Vec<Vec<u8>> = held.iter().map(|m| m.data.bytes().to_vec()).collect();
+                    assert_eq!(held, bytes, "{}", spec.gguf);
+                }
+                other => panic!("{}: {other:?}", spec.gguf),
+            }
+        }
     }
 }

@@ -4,7 +4,7 @@
 #![cfg(feature = "cuda")]
 
 use flint_rs::{
-    gpu::{self, Device, Function},
+    gpu::{Device, Function, IMAGES},
     kernels::{self, Nvfp4ExpandArgs, nvfp4_expand_launch},
     nvfp4::{self, BLOCK_BYTES, BLOCK_LEN},
 };
@@ -24,8 +24,9 @@ impl Kernels {
     fn load() -> Self {
         let device = Device::open().expect("make test-gpu runs on a machine with a GPU");
         println!("device: {}", device.name().unwrap());
-        let to_bf16 = device.function(gpu::NVFP4_EXPAND, kernels::NVFP4_EXPAND_BF16).unwrap();
-        let to_f32 = device.function(gpu::NVFP4_EXPAND, kernels::NVFP4_EXPAND_F32).unwrap();
+        let images = device.kernels(IMAGES);
+        let to_bf16 = images.get(kernels::NVFP4_EXPAND_BF16).unwrap();
+        let to_f32 = images.get(kernels::NVFP4_EXPAND_F32).unwrap();
         Self { device, to_bf16, to_f32 }
     }
 

@@ -28,6 +28,7 @@ from flint_rs._core import (
     convert,
     describe,
     inspect,
+    plan,
 )
 from flint_rs._flint import Flint
 
@@ -56,4 +57,5 @@ __all__ = [
     "convert",
     "describe",
     "inspect",
+    "plan",
 ]

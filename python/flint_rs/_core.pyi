@@ -33,6 +33,7 @@ __all__ = [
     "convert",
     "describe",
     "inspect",
+    "plan",
 ]
 
 __version__: str
@@ -419,6 +420,20 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def describe(path: str | os.PathLike[str]) -> str:
     """The same as `inspect`, for a person."""
+
+def plan(path: str | os.PathLike[str], sequences: int = 1, context: int | None = None) -> str:
+    """What an H200 would do with a checkpoint, from its headers: path, memory, and the kernels of a step.
+
+    Args:
+        path: A GGUF file, or a folder of safetensors.
+        sequences: How many at a time, 1 to 8.
+        context: Tokens of each; the model's context length when `None`.
+
+    Raises:
+        CheckpointError: If it is no Flint.
+        InvalidValueError: If `sequences` or `context` is out of range.
+        UnavailableError: If no kernels run a model of these dimensions.
+    """
 
 def convert(
     src: str | os.PathLike[str],

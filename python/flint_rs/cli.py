@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flint_rs import Result
     from flint_rs._options import SamplingOptions
 
-_COMMANDS = ("generate", "inspect", "convert", "perplexity")
+_COMMANDS = ("generate", "inspect", "plan", "convert", "perplexity")
 _DEFAULT_MAX_TOKENS = 512
 _DEFAULT_WINDOW = 512
 
@@ -98,6 +98,16 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(command=_inspect)
     inspect.add_argument("file", metavar="FILE", help="a GGUF file, or a folder of safetensors")
     inspect.add_argument("--json", action="store_true", help="print JSON")
+
+    plan = commands.add_parser(
+        "plan",
+        help="show what a GPU would do with a checkpoint, from its header and without a GPU",
+        epilog="example: flint-rs plan flint.gguf --sequences 8 --context 32768",
+    )
+    plan.set_defaults(command=_plan)
+    plan.add_argument("file", metavar="FILE", help="a GGUF file, or a folder of safetensors")
+    plan.add_argument("--sequences", type=int, default=1, metavar="N", help="at a time, 1 to 8 (default: 1)")
+    plan.add_argument("--context", type=int, metavar="TOKENS", help="of each (default: the model's)")
 
     convert = commands.add_parser(
         "convert",
@@ -255,6 +265,11 @@ def _inspect(args: argparse.Namespace) -> int:
         print(json.dumps(flint_rs.inspect(args.file), indent=2, ensure_ascii=False))
     else:
         print(flint_rs.describe(args.file), end="")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    print(flint_rs.plan(args.file, args.sequences, args.context), end="")
     return 0
 
 

@@ -26,6 +26,11 @@ impl Rope {
         Self { inv_freq }
     }
 
+    /// `[head_dim / 2]`.
+    pub fn inv_freq(&self) -> &[f32] {
+        &self.inv_freq
+    }
+
     /// The table of `positions`: angle = position * inverse frequency, in fp32.
     pub fn table(&self, positions: Range<usize>) -> RopeTable {
         let half = self.inv_freq.len();

@@ -1,19 +1,14 @@
-//! The CUDA driver: the only place that names cudarc. It opens a device, loads the embedded kernels, and launches them;
-//! no toolkit and no driver is needed to build or to start a process that has it.
+//! The CUDA backend: the only place that names cudarc. No toolkit and no driver is needed to build it or to start a
+//! process that has it.
 
 mod driver;
+mod images;
+mod load;
+mod model;
+mod pack;
+mod tables;
 
-pub use driver::{Buffer, Device, Function};
-
-/// A compiled `.cu` of this build, aligned as the driver wants it.
-#[repr(C, align(16))]
-pub struct Fatbin<B: ?Sized = [u8]>(B);
-
-macro_rules! fatbin {
-    ($name:literal) => {
-        &Fatbin(*include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".fatbin")))
-    };
-}
-
-/// `cuda/nvfp4_expand.cu`.
-pub static NVFP4_EXPAND: &Fatbin = fatbin!("nvfp4_expand");
+pub use driver::{Buffer, Call, Device, Event, Function, Graph, Kernels, Pinned};
+pub use images::{Fatbin, IMAGES, Image};
+pub use load::Source;
+pub use model::{GpuModel, RunOptions, SequenceId};

@@ -40,7 +40,8 @@ pub fn nvfp4_expand_launch(n_blocks: u64, out_bytes: u64) -> Option<Launch> {
     const THREADS: u32 = 256;
     const BLOCKS_EACH: u64 = THREADS as u64 / 8;
     let grid = i32::try_from(n_blocks.div_ceil(BLOCKS_EACH)).ok().filter(|&grid| grid > 0)?;
-    Some(Launch { grid: grid as u32, block: THREADS, bytes: n_blocks * (36 + 64 * out_bytes) })
+    let bytes = n_blocks * (36 + 64 * out_bytes);
+    Some(Launch { grid: [grid as u32, 1, 1], block: THREADS, shared_bytes: 0, bytes })
 }
 
 #[cfg(test)]
@@ -51,11 +52,11 @@ mod tests {
     fn nvfp4_expand_covers_every_block_once() {
         for (n_blocks, grid) in [(1, 1), (31, 1), (32, 1), (33, 2), (3 * 32 * 1000 + 1, 3001)] {
             let launch = nvfp4_expand_launch(n_blocks, 2).unwrap();
-            assert_eq!((launch.grid, launch.block), (grid, 256));
+            assert_eq!((launch.grid, launch.block), ([grid, 1, 1], 256));
             assert_eq!(launch.bytes, n_blocks * 164);
         }
         let most = i32::MAX as u64 * 32;
-        assert_eq!(nvfp4_expand_launch(most, 4).unwrap().grid, i32::MAX as u32);
+        assert_eq!(nvfp4_expand_launch(most, 4).unwrap().grid[0], i32::MAX as u32);
         assert_eq!(nvfp4_expand_launch(most + 1, 4), None);
         assert_eq!(nvfp4_expand_launch(0, 4), None);
     }

@@ -1,11 +1,20 @@
 //! Every CUDA kernel once: symbol, argument struct, launch geometry, bytes moved. No driver, so all of it is tested
 //! without a GPU.
 
+mod attention;
+pub mod decode;
 mod expand;
+mod general;
+mod load;
+mod sample;
 
 use std::ffi::CStr;
 
+pub use attention::*;
 pub use expand::*;
+pub use general::*;
+pub use load::*;
+pub use sample::*;
 
 /// What a loaded kernel must match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,10 +30,33 @@ pub struct Kernel {
 /// The shape and the price of one launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// Thread blocks.
-    pub grid: u32,
-    /// Threads of each.
+    /// Thread blocks along x, y and z.
+    pub grid: [u32; 3],
+    /// Threads of each, along x.
     pub block: u32,
+    /// Dynamic shared memory of each.
+    pub shared_bytes: u32,
     /// Bytes that it has to read and write.
     pub bytes: u64,
+}
+
+/// The argument of a kernel of a step. Addresses are the device's.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs, reason = "each holds the struct of its name")]
+pub enum Args {
+    DecodeAttention(DecodeAttentionArgs),
+    DecodeDown(decode::DecodeDownArgs),
+    DecodeEmbed(decode::DecodeEmbedArgs),
+    DecodeExpertsUp(decode::DecodeExpertsUpArgs),
+    DecodeLinear(decode::DecodeLinearArgs),
+    DecodeRouter(decode::DecodeRouterArgs),
+    DecodeSample(DecodeSampleArgs),
+    GeneralAttention(GeneralAttentionArgs),
+    GeneralEmbed(GeneralEmbedArgs),
+    GeneralExpertsDown(GeneralExpertsDownArgs),
+    GeneralNorm(GeneralNormArgs),
+    GeneralProject(GeneralProjectArgs),
+    GeneralQkvFinish(GeneralQkvFinishArgs),
+    GeneralRouter(GeneralRouterArgs),
+    GeneralSwiglu(GeneralSwigluArgs),
 }

@@ -31,6 +31,25 @@ pub fn describe(py: Python<'_>, path: &Bound<'_, PyAny>) -> PyResult<String> {
     Ok(read_header(py, path)?.to_string())
 }
 
+/// What the GPU would do with a checkpoint, for a person.
+#[pyfunction]
+#[pyo3(
+    signature = (path, sequences=None, context=None),
+    text_signature = "(path, sequences=1, context=None)",
+)]
+pub fn plan(
+    py: Python<'_>,
+    path: &Bound<'_, PyAny>,
+    sequences: Option<&Bound<'_, PyAny>>,
+    context: Option<&Bound<'_, PyAny>>,
+) -> PyResult<String> {
+    let path: PathBuf = argument("path", path, "a path")?;
+    let sequences = sequences.map_or(Ok(1), |value| argument("sequences", value, "1 to 8"))?;
+    let context = context.map(|value| argument("context", value, "a number of tokens")).transpose()?;
+    let work = move || Ok(crate::plan::of_file(&path, sequences, context)?.to_string());
+    wait::run(py, &Cancel::default(), || Ok(()), work)
+}
+
 fn read_header(py: Python<'_>, path: &Bound<'_, PyAny>) -> PyResult<Inspection> {
     let path: PathBuf = argument("path", path, "a path")?;
     wait::run(py, &Cancel::default(), || Ok(()), move || crate::inspect::inspect(&path))

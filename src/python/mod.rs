@@ -16,7 +16,7 @@ mod _core {
 
     #[pymodule_export]
     use super::{
-        files::{convert, describe, inspect},
+        files::{convert, describe, inspect, plan},
         model::Model,
         params::SamplingParams,
         results::{Event, Logprob, Result, Timings, TokenLogprobs, Usage},

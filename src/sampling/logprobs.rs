@@ -1,6 +1,9 @@
 //! Log-probabilities of the model's raw distribution.
 
-use super::select::{Key, top_k};
+use super::{
+    errors,
+    select::{Key, top_k},
+};
 use crate::error::{Error, Result};
 
 /// A token's log-probability under the raw distribution of the model.
@@ -63,12 +66,7 @@ pub(super) fn check_logits(logits: &[f32]) -> Result<()> {
         possible |= logit > f32::NEG_INFINITY;
     }
     if !sound && let Some(id) = logits.iter().position(|&logit| logit.is_nan() || logit == f32::INFINITY) {
-        let found = format!("{} for token {id}", logits[id]);
-        return Err(Error::value("logits", found, "numbers below infinity"));
+        return Err(errors::bad_logit(logits[id], id as u32));
     }
-    if possible {
-        Ok(())
-    } else {
-        Err(Error::value("logits", "none above minus infinity", "at least one token that is possible"))
-    }
+    if possible { Ok(()) } else { Err(errors::no_possible_logit()) }
 }

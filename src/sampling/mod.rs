@@ -3,12 +3,17 @@
 //! The order is vLLM's: logit bias, allowed and banned tokens, end tokens hidden by `min_tokens`; repetition, frequency
 //! and presence penalty; temperature, `min_p`, `top_k`, `top_p`; the draw.
 
+mod errors;
 mod logprobs;
 mod params;
 mod rng;
 mod sampler;
 mod select;
 
+pub(crate) use self::{
+    errors::{bad_logit, no_possible_logit, nothing_left, penalty_overflow},
+    select::{least_weight, nucleus_share},
+};
 pub use self::{
     logprobs::{Logprob, TokenLogprobs},
     params::{MAX_LOGPROBS, SamplingParams},

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::{
-    SamplingParams, TokenLogprobs,
+    SamplingParams, TokenLogprobs, errors,
     logprobs::check_logits,
     params::check_id,
     rng,
@@ -82,7 +82,7 @@ impl Sampler {
         } else {
             self.draw.draw(&self.logits, &shape, rng::random(self.seed, self.output_tokens as u64))
         };
-        let token_id = chosen.ok_or_else(|| self.nothing_left())?;
+        let token_id = chosen.ok_or_else(|| errors::nothing_left(&self.params, self.output_tokens))?;
         let logprobs = match self.params.logprobs {
             Some(top_n) => Some(TokenLogprobs::new(logits, token_id, top_n)?),
             None => None,
@@ -136,29 +136,9 @@ impl Sampler {
                 *logit -= presence_penalty;
             }
             if *logit == f32::INFINITY {
-                let accepted = "one under which logits stay finite";
-                return Err(Error::value("repetition_penalty", repetition_penalty.to_string(), accepted));
+                return Err(errors::penalty_overflow(&self.params));
             }
         }
         Ok(())
-    }
-
-    /// Why no token was left: the raw logits had one.
-    fn nothing_left(&self) -> Error {
-        let mut fields = Vec::new();
-        if self.params.allowed_token_ids.is_some() {
-            fields.push("allowed_token_ids");
-        }
-        if !self.params.banned_token_ids.is_empty() {
-            fields.push("banned_token_ids");
-        }
-        if self.output_tokens < self.params.min_tokens {
-            fields.push("min_tokens");
-        }
-        if fields.is_empty() {
-            // A large factor on large negative logits.
-            fields.push("repetition_penalty");
-        }
-        Error::value(fields.join(" with "), "no token left to choose", "at least one that the model gives a chance")
     }
 }

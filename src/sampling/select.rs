@@ -98,6 +98,16 @@ fn weight(x: f32) -> u64 {
     if shift >= 0 { mantissa << shift } else { (mantissa + (1 << (-shift - 1))) >> -shift }
 }
 
+/// The smallest weight that `min_p`, in [0, 1], keeps.
+pub(crate) fn least_weight(min_p: f32) -> u64 {
+    ((f64::from(min_p) * ONE as f64).ceil() as u64).max(1)
+}
+
+/// `top_p`, in (0, 1], times 2^32, rounded; 2^32 for 1 alone.
+pub(crate) fn nucleus_share(top_p: f32) -> u64 {
+    (f64::from(top_p) * 2f64.powi(32)).round() as u64
+}
+
 /// How [`Draw::draw`] narrows and shapes the distribution.
 pub(super) struct Shape {
     /// Above 0.
@@ -147,13 +157,13 @@ impl Draw {
         self.keys.sort_unstable_by_key(|key| key.token_id());
         let max = self.keys.iter().max()?.logit();
         // min_p and top_k each keep a first part of one order, so that taking top_k first changes nothing but the cost.
-        let least = ((f64::from(shape.min_p) * ONE as f64).ceil() as u64).max(1);
+        let least = least_weight(shape.min_p);
         let weigh = |&key: &Key| Candidate { key, weight: weight((key.logit() - max) / shape.temperature) };
         self.candidates.clear();
         self.candidates.extend(self.keys.iter().map(weigh).filter(|c| c.weight >= least));
         if shape.top_p < 1.0 {
-            let share = (f64::from(shape.top_p) * 2f64.powi(32)).round() as u64;
-            let need = (u128::from(total(&self.candidates)) * u128::from(share)).div_ceil(1 << 32) as u64;
+            let share = u128::from(nucleus_share(shape.top_p));
+            let need = (u128::from(total(&self.candidates)) * share).div_ceil(1 << 32) as u64;
             let last = self.nucleus_end(need);
             self.candidates.retain(|c| c.key >= last);
         }

@@ -64,6 +64,14 @@ impl Source {
         }
     }
 
+    /// The type of the matrix that [`Self::load`] gives.
+    pub fn dtype(&self) -> DType {
+        match &self.form {
+            Form::Stored(matrix) => matrix.data.dtype(),
+            Form::Pairs { .. } => DType::Nvfp4,
+        }
+    }
+
     /// Bytes that [`Self::load`] reads.
     pub fn load_bytes(&self) -> usize {
         match &self.form {

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{Matrix, MatrixData, Parts, Shape, Weights, list};
+use super::{Matrix, MatrixData, Parts, Shape, Spec, Weights, list};
 use crate::{
     checkpoint::{Bytes, DType},
     config::FlintConfig,
@@ -15,6 +15,61 @@ const CHUNK_BYTES: usize = 65_536 * BLOCK_BYTES;
 /// Block scales of synthetic NVFP4: 0.5 to 1.875.
 const FIRST_SCALE: u8 = 0x30;
 
+/// What a synthetic tensor is made from.
+#[derive(Clone, Debug)]
+pub(crate) enum Recipe {
+    /// Its values.
+    Vector(Vec<f32>),
+    /// One, or one an expert.
+    Matrices(Vec<MatrixRecipe>),
+}
+
+/// A matrix of random values with mean 0 and standard deviation `spread`. Element i (a value, or an NVFP4 block) takes
+/// the numbers `n * (i % chunk_len)` and following of the splitmix64 sequence that starts at `seed ^ (i / chunk_len)`, n
+/// being 5 for a block and else 1; so anyone can make any element, and `cuda/synthetic.cu` makes the same.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct MatrixRecipe {
+    pub seed: u64,
+    /// F32, BF16 or NVFP4.
+    pub dtype: DType,
+    pub rows: usize,
+    pub cols: usize,
+    pub spread: f32,
+}
+
+/// The recipes of a whole model, see [`Weights::synthetic`].
+pub(crate) fn recipes(config: &FlintConfig, seed: u64, dtype: DType) -> Result<Vec<(Spec, Recipe)>> {
+    let recipe = |(index, spec): (usize, Spec)| {
+        let seed = Random(seed ^ (index as u64) << 32).next();
+        let embedding = spec.gguf == "token_embd.weight";
+        let (n, rows, cols) = match spec.shape {
+            Shape::Vector(len) => {
+                let mut random = Random(seed);
+                let mean = if spec.gguf.ends_with("attn_sinks.weight") { 0.0 } else { 1.0 };
+                let values = (0..len).map(|_| mean + 0.1 * random.unit()).collect();
+                return Ok((spec, Recipe::Vector(values)));
+            }
+            Shape::Matrix(rows, cols) | Shape::Router(rows, cols) => (1, rows, cols),
+            Shape::Experts(n, rows, cols) => (n, rows, cols),
+        };
+        let dtype = match spec.shape {
+            Shape::Router(..) => DType::F32,
+            _ if embedding && dtype == DType::Nvfp4 => DType::Bf16,
+            _ => dtype,
+        };
+        if !matches!(dtype, DType::F32 | DType::Bf16 | DType::Nvfp4) || !cols.is_multiple_of(dtype.block_len()) {
+            let accepted = format!("F32, BF16, or NVFP4 with {} in rows of whole blocks of 64", spec.gguf);
+            return Err(Error::value("dtype", format!("{dtype} with rows of {cols}"), accepted));
+        }
+        // An embedding is a row by itself, not a sum over one.
+        let spread = if embedding { 1.0 } else { (cols as f32).sqrt().recip() };
+        let seed_of = |expert: usize| seed.wrapping_add((expert as u64) << 40);
+        let matrices = (0..n).map(|e| MatrixRecipe { seed: seed_of(e), dtype, rows, cols, spread }).collect();
+        Ok((spec, Recipe::Matrices(matrices)))
+    };
+    list::list(config).into_iter().enumerate().map(recipe).collect()
+}
+
 impl Weights {
     /// Random weights of any size, the same for the same `seed`. Projections keep the variance of their input, norms are
     /// near 1 and sinks near 0, so activations stay in the range of a trained model. `dtype` is that of the projections, F32,
@@ -23,68 +78,59 @@ impl Weights {
     /// Errors: [`Error::Value`] for another type, or for NVFP4 when a width is no multiple of 64.
     pub fn synthetic(config: FlintConfig, seed: u64, dtype: DType) -> Result<Self> {
         let mut parts = Parts::default();
-        for (index, spec) in list::list(&config).into_iter().enumerate() {
-            let seed = Random(seed ^ (index as u64) << 32).next();
-            let embedding = spec.gguf == "token_embd.weight";
-            let dtype = match spec.shape {
-                Shape::Router(..) => DType::F32,
-                _ if embedding && dtype == DType::Nvfp4 => DType::Bf16,
-                _ => dtype,
-            };
-            let make = |seed, rows, cols| {
-                // An embedding is a row by itself, not a sum over one.
-                let spread = if embedding { 1.0 } else { (cols as f32).sqrt().recip() };
-                matrix(seed, dtype, rows, cols, spread).ok_or_else(|| {
-                    let accepted = format!("F32, BF16, or NVFP4 with {} in rows of whole blocks of 64", spec.gguf);
-                    Error::value("dtype", format!("{dtype} with rows of {cols}"), accepted)
-                })
-            };
-            let matrices = match spec.shape {
-                Shape::Vector(len) => {
-                    let mut random = Random(seed);
-                    let mean = if spec.gguf.ends_with("attn_sinks.weight") { 0.0 } else { 1.0 };
-                    parts.vectors.insert(spec.gguf, (0..len).map(|_| mean + 0.1 * random.unit()).collect());
-                    continue;
+        for (spec, recipe) in recipes(&config, seed, dtype)? {
+            match recipe {
+                Recipe::Vector(values) => _ = parts.vectors.insert(spec.gguf, values),
+                Recipe::Matrices(recipes) => {
+                    let matrices = recipes.par_iter().map(MatrixRecipe::make).collect();
+                    parts.matrices.insert(spec.gguf, matrices);
                 }
-                Shape::Matrix(rows, cols) | Shape::Router(rows, cols) => vec![make(seed, rows, cols)?],
-                Shape::Experts(n, rows, cols) => {
-                    let seed_of = |expert: usize| seed.wrapping_add((expert as u64) << 40);
-                    (0..n).into_par_iter().map(|e| make(seed_of(e), rows, cols)).collect::<Result<_>>()?
-                }
-            };
-            parts.matrices.insert(spec.gguf, matrices);
+            }
         }
         Ok(parts.assemble(config))
     }
 }
 
-/// Values of mean 0 and standard deviation `spread`; `None` when the type cannot hold them.
-fn matrix(seed: u64, dtype: DType, rows: usize, cols: usize, spread: f32) -> Option<Matrix> {
-    if !cols.is_multiple_of(dtype.block_len()) {
-        return None;
+impl MatrixRecipe {
+    /// The factor of NVFP4 that gives the values their `spread`; 1 for other types.
+    pub fn scale(&self) -> f32 {
+        if self.dtype == DType::Nvfp4 { self.spread / block_deviation() } else { 1.0 }
     }
-    let fill = |element: fn(&mut Random, &mut [u8], f32)| -> Bytes {
-        let mut bytes = vec![0; rows * cols / dtype.block_len() * dtype.block_bytes()];
-        bytes.par_chunks_mut(CHUNK_BYTES).enumerate().for_each(|(chunk, bytes)| {
-            let mut random = Random(seed ^ chunk as u64);
-            bytes.chunks_exact_mut(dtype.block_bytes()).for_each(|bytes| element(&mut random, bytes, spread));
+
+    /// Elements that continue one sequence of random numbers.
+    pub fn chunk_len(&self) -> usize {
+        CHUNK_BYTES / self.dtype.block_bytes()
+    }
+
+    /// Values, or blocks of NVFP4.
+    pub fn n_elements(&self) -> usize {
+        self.rows * self.cols / self.dtype.block_len()
+    }
+
+    /// The matrix.
+    pub fn make(&self) -> Matrix {
+        let data = match self.dtype {
+            DType::Nvfp4 => MatrixData::Nvfp4 { blocks: self.fill(Random::block), scale: self.scale() },
+            DType::Bf16 => MatrixData::Bf16(self.fill(|random, bytes| {
+                bytes.copy_from_slice(&half::bf16::from_f32(self.spread * random.unit()).to_le_bytes());
+            })),
+            DType::F32 => MatrixData::F32(self.fill(|random, bytes| {
+                bytes.copy_from_slice(&(self.spread * random.unit()).to_le_bytes());
+            })),
+            other => unreachable!("no recipe is of type {other}"),
+        };
+        Matrix { rows: self.rows, cols: self.cols, data }
+    }
+
+    fn fill(&self, element: impl Fn(&mut Random, &mut [u8]) + Sync) -> Bytes {
+        let element_bytes = self.dtype.block_bytes();
+        let mut bytes = vec![0; self.n_elements() * element_bytes];
+        bytes.par_chunks_mut(self.chunk_len() * element_bytes).enumerate().for_each(|(chunk, bytes)| {
+            let mut random = Random(self.seed ^ chunk as u64);
+            bytes.chunks_exact_mut(element_bytes).for_each(|bytes| element(&mut random, bytes));
         });
         bytes.into()
-    };
-    let data = match dtype {
-        DType::F32 => MatrixData::F32(fill(|random, bytes, spread| {
-            bytes.copy_from_slice(&(spread * random.unit()).to_le_bytes());
-        })),
-        DType::Bf16 => MatrixData::Bf16(fill(|random, bytes, spread| {
-            bytes.copy_from_slice(&half::bf16::from_f32(spread * random.unit()).to_le_bytes());
-        })),
-        DType::Nvfp4 => MatrixData::Nvfp4 {
-            blocks: fill(|random, bytes, _| random.block(bytes)),
-            scale: spread / block_deviation(),
-        },
-        _ => return None,
-    };
-    Some(Matrix { rows, cols, data })
+    }
 }
 
 /// The standard deviation of a value of [`Random::block`].

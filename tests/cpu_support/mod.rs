@@ -235,17 +235,28 @@ pub fn configs(blocked: bool) -> Vec<FlintConfig> {
 
 /// The median over rows of KL(p | q) of two `[T, V]` arrays of logits.
 pub fn median_kl(p: &[f32], q: &[f32], vocab_size: usize) -> f64 {
+    let mut all = kls(p, q, vocab_size);
+    all.sort_by(f64::total_cmp);
+    all[all.len() / 2]
+}
+
+/// The mean over rows of the same.
+pub fn mean_kl(p: &[f32], q: &[f32], vocab_size: usize) -> f64 {
+    let all = kls(p, q, vocab_size);
+    all.iter().sum::<f64>() / all.len() as f64
+}
+
+fn kls(p: &[f32], q: &[f32], vocab_size: usize) -> Vec<f64> {
+    assert!(p.len() == q.len() && p.len().is_multiple_of(vocab_size) && !p.is_empty());
     let log_softmax = |row: &[f32]| -> Vec<f64> {
         let max = row.iter().fold(f32::NEG_INFINITY, |max, x| max.max(*x));
         let sum: f64 = row.iter().map(|x| f64::from(x - max).exp()).sum();
         row.iter().map(|x| f64::from(x - max) - sum.ln()).collect()
     };
-    let mut all: Vec<f64> = (p.chunks_exact(vocab_size).zip(q.chunks_exact(vocab_size)))
+    (p.chunks_exact(vocab_size).zip(q.chunks_exact(vocab_size)))
         .map(|(p, q)| {
             let (p, q) = (log_softmax(p), log_softmax(q));
-            p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>()
+            p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
         })
-        .collect();
-    all.sort_by(f64::total_cmp);
-    all[all.len() / 2]
+        .collect()
 }

@@ -84,6 +84,14 @@ def test_sampling_options_arrive(gguf_path: Path) -> None:
     assert stopped.stdout == "thethet"[:6] + "\n" or stopped.stdout == "thet\n"
 
 
+def test_plan(gguf_path: Path) -> None:
+    text = run("plan", gguf_path, "--sequences", 2, "--context", 128)
+    assert text.returncode == 0, text.stderr
+    for word in ("general, because", "2 x 128 tokens", "general_attention", "step of 2 at position 127"):
+        assert word in text.stdout
+    fails(run("plan", gguf_path, "--sequences", 9), 2, "sequences", "1 to 8", "9")
+
+
 def test_inspect(gguf_path: Path) -> None:
     text = run("inspect", gguf_path)
     assert text.returncode == 0, text.stderr
@@ -131,7 +139,9 @@ def test_perplexity(gguf_path: Path, tmp_path: Path) -> None:
     fails(run("perplexity", file, "--model", gguf_path), 2, "text.txt")
 
 
-@pytest.mark.parametrize("command", [(), ("generate",), ("inspect",), ("convert",), ("perplexity",)], ids=str)
+@pytest.mark.parametrize(
+    "command", [(), ("generate",), ("inspect",), ("plan",), ("convert",), ("perplexity",)], ids=str
+)
 def test_help_shows_an_example(command: tuple[str, ...]) -> None:
     result = run(*command, "--help")
     assert result.returncode == 0

@@ -1,0 +1,264 @@
+//! What a full-size synthetic Flint takes on this GPU, as CSV: whole steps, single kernels, and the decode loop.
+//!
+//! `gpu_report --synthetic nvfp4|bf16 --date 2026-01-31 [--layers 49] [--vocab 150144] [--contexts 1024,102400]
+//! [--batches 1,8] [--out FILE]`; keys and values of the cache are random, prompts are not run.
+
+#[cfg(feature = "cuda")]
+fn main() {
+    report::main();
+}
+
+#[cfg(not(feature = "cuda"))]
+fn main() {
+    println!("built without the feature cuda");
+}
+
+#[cfg(feature = "cuda")]
+mod report {
+    use std::{
+        collections::BTreeMap,
+        error::Error,
+        fs::File,
+        io::{Write, stdout},
+        time::Instant,
+    };
+
+    use flint_rs::{
+        cancel::Cancel,
+        checkpoint::DType,
+        config::FlintConfig,
+        gpu::{Call, Device, GpuModel, IMAGES, RunOptions, SequenceId, Source},
+        kernels::{SYNTHETIC_BF16, SampleStart, SyntheticArgs, synthetic_launch},
+        plan::{Ending, Limits, Operation, Step, Totals},
+        sampling::SamplingParams,
+    };
+
+    /// What an H200 was measured to read, in bytes a second.
+    const CEILING: f64 = 4.55e12;
+    /// Replays that are timed together, and how often.
+    const REPLAYS: usize = 20;
+    const SAMPLES: usize = 11;
+    /// Steps of the decode loop before and while it is timed. They need room behind the context.
+    const WARM_UP: usize = 16;
+    const TOKENS: usize = 128;
+    const ROOM: usize = WARM_UP + TOKENS + 8;
+
+    type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+    pub fn main() {
+        if let Err(error) = run() {
+            eprintln!("gpu_report: {error}");
+            std::process::exit(1);
+        }
+    }
+
+    struct Arguments {
+        dtype: DType,
+        date: String,
+        config: FlintConfig,
+        contexts: Vec<usize>,
+        batches: Vec<usize>,
+        out: Box<dyn Write>,
+    }
+
+    fn arguments() -> Result<Arguments> {
+        // cargo bench adds --bench.
+        let words: Vec<String> = std::env::args().skip(1).filter(|word| word != "--bench").collect();
+        let mut values = BTreeMap::new();
+        for pair in words.chunks(2) {
+            match pair {
+                [name, value] if name.starts_with("--") => values.insert(name.as_str(), value.as_str()),
+                other => return Err(format!("expected --NAME VALUE, found {other:?}").into()),
+            };
+        }
+        let mut take = |name: &str| values.remove(name);
+        let list = |text: &str| text.split(',').map(str::parse).collect::<std::result::Result<Vec<usize>, _>>();
+        let dtype = match take("--synthetic") {
+            Some("nvfp4") => DType::Nvfp4,
+            Some("bf16") => DType::Bf16,
+            other => return Err(format!("--synthetic: expected nvfp4 or bf16, found {other:?}").into()),
+        };
+        let config =
+            FlintConfig::flint(take("--layers").unwrap_or("49").parse()?, take("--vocab").unwrap_or("150144").parse()?);
+        let arguments = Arguments {
+            dtype,
+            date: take("--date").ok_or("--date: expected the day, as it is to stand in the rows")?.into(),
+            contexts: list(take("--contexts").unwrap_or("1024,8192,32768,102400,262144"))?,
+            batches: list(take("--batches").unwrap_or("1,2,4,8"))?,
+            out: match take("--out") {
+                Some(path) => Box::new(File::create(path)?),
+                None => Box::new(stdout()),
+            },
+            config,
+        };
+        match values.into_keys().next() {
+            Some(name) => Err(format!("{name}: not an option").into()),
+            None => Ok(arguments),
+        }
+    }
+
+    /// Writes rows of one run.
+    struct Table {
+        out: Box<dyn Write>,
+        fixed: String,
+    }
+
+    impl Table {
+        #[allow(clippy::too_many_arguments, reason = "the columns")]
+        fn row(
+            &mut self,
+            context: usize,
+            batch: usize,
+            measure: &str,
+            kernel: &str,
+            n: usize,
+            us: f64,
+            bytes: u64,
+        ) -> Result<()> {
+            let rate = bytes as f64 / (us * 1e-6);
+            writeln!(
+                self.out,
+                "{},{context},{batch},{measure},{kernel},{n},{us:.3},{:.3},{:.1},{:.3}",
+                self.fixed,
+                bytes as f64 / 1e6,
+                rate / 1e9,
+                rate / CEILING,
+            )?;
+            Ok(self.out.flush()?)
+        }
+    }
+
+    fn run() -> Result<()> {
+        let Arguments { dtype, date, config, contexts, batches, out } = arguments()?;
+        let most = |values: &[usize]| values.iter().copied().max().ok_or("an empty list");
+        let limits = Limits {
+            sequences: most(&batches)?,
+            context_tokens: (most(&contexts)? + ROOM).min(config.context_length),
+            vocab_tokens: config.vocab_size,
+        };
+        let start = Instant::now();
+        let source = Source::Synthetic { config: &config, seed: 1, dtype };
+        let mut model = GpuModel::load(source, limits, RunOptions::default(), &mut |_, _| {}, &Cancel::default())?;
+        fill_cache(&model)?;
+        eprintln!("{}\nready after {:.1} s", model.plan(), start.elapsed().as_secs_f64());
+        let device = model.device();
+        let fixed = format!("{date},{},{},{dtype},{}", device.name()?, device.driver()?, config.layers.len());
+        let mut table = Table { out, fixed };
+        writeln!(table.out, "date,card,driver,format,layers,context,batch,measure,kernel,launches,us,mb,gb_s,share")?;
+        for &context in &contexts {
+            for &batch in &batches {
+                measure(&mut model, &mut table, context.min(config.context_length - ROOM), batch)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Random keys and values of size 1.
+    fn fill_cache(model: &GpuModel) -> Result<()> {
+        let kernel = model.device().kernels(IMAGES).get(SYNTHETIC_BF16)?;
+        for (seed, (pool, _)) in (1..).zip(model.kv_pools()) {
+            let n_elements = pool.len() as u64 / 2;
+            let launch = synthetic_launch(n_elements, DType::Bf16).ok_or("a pool that no grid covers")?;
+            let args =
+                SyntheticArgs { out: pool.address(), n_elements, chunk_len: 1 << 40, seed, spread: 1.0, reserved: 0 };
+            // SAFETY: the argument is of this kernel, and the pool, which outlives the wait below, has so many elements.
+            unsafe { kernel.launch(launch, false, &args)? };
+        }
+        Ok(model.device().synchronize("filling the cache")?)
+    }
+
+    fn measure(model: &mut GpuModel, table: &mut Table, context: usize, batch: usize) -> Result<()> {
+        let ids: Vec<SequenceId> = (0..batch).map(|_| model.add_sequence()).collect::<flint_rs::Result<_>>()?;
+        for &id in &ids {
+            model.skip(id, context - 1)?;
+        }
+        // The last token of the context, so that every buffer holds what a step leaves, and positions stand there.
+        let rows: Vec<_> = ids.iter().zip(100..).map(|(&id, token)| (id, token)).collect();
+        model.forward(&rows)?;
+
+        let positions = vec![context as u32 - 1; batch];
+        for (ending, name) in [(Ending::Nothing, "layers"), (Ending::Logits, "forward")] {
+            let (steps, calls) = split(model.calls(&positions, ending)?);
+            let totals = Totals::of(&steps);
+            let us = time(model.device(), &calls)?;
+            table.row(context, batch, name, "all", totals.kernels, us, totals.bytes)?;
+        }
+        kernels(model, table, context, &positions)?;
+        decode(model, table, context, &rows)?;
+        for id in ids {
+            model.remove_sequence(id);
+        }
+        Ok(())
+    }
+
+    fn split(calls: Vec<(Step, Call)>) -> (Vec<Step>, Vec<Call>) {
+        calls.into_iter().unzip()
+    }
+
+    /// Microseconds of one kernel of each kind, as part of a chain of all of its kind in the step: their weights are
+    /// different ones, so they come from memory as they do in a step.
+    fn kernels(model: &GpuModel, table: &mut Table, context: usize, positions: &[u32]) -> Result<()> {
+        let mut groups: BTreeMap<(Operation, u32), Vec<(Step, Call)>> = BTreeMap::new();
+        for (step, call) in model.calls(positions, Ending::Logits)? {
+            // Attention over a window and over everything differ.
+            groups.entry((step.operation, step.launch.grid[0])).or_default().push((step, call));
+        }
+        for calls in groups.into_values() {
+            let (steps, calls) = split(calls);
+            let n = steps.len();
+            let us = time(model.device(), &calls)? / n as f64;
+            let kernel = steps[0].kernel.symbol.to_string_lossy();
+            table.row(context, positions.len(), "kernel", &kernel, n, us, Totals::of(&steps).bytes / n as u64)?;
+        }
+        Ok(())
+    }
+
+    /// The median of a graph's replays, in microseconds.
+    fn time(device: &Device, calls: &[Call]) -> Result<f64> {
+        let graph = device.graph(calls, true)?;
+        let (start, end) = (device.event(true)?, device.event(true)?);
+        let mut samples = Vec::new();
+        for sample in 0..=SAMPLES {
+            start.record()?;
+            for _ in 0..REPLAYS {
+                graph.launch()?;
+            }
+            end.record()?;
+            end.wait("a timed graph")?;
+            // The first warms up.
+            if sample > 0 {
+                samples.push(end.elapsed_us(&start)? / REPLAYS as f64);
+            }
+        }
+        samples.sort_by(f64::total_cmp);
+        Ok(samples[samples.len() / 2])
+    }
+
+    /// The decode loop as an engine runs it: tokens reach the host one step behind.
+    fn decode(model: &mut GpuModel, table: &mut Table, context: usize, rows: &[(SequenceId, u32)]) -> Result<()> {
+        let params = SamplingParams::default();
+        let vocab = model.plan().limits().vocab_tokens;
+        let start = SampleStart::new(&params, 7, [&[], &[]], &[], vocab, 0)?;
+        let rows: Vec<_> = rows.iter().map(|&(id, token)| (id, token, &start)).collect();
+        model.begin_decode(&rows)?;
+        let mut start = Instant::now();
+        for step in 0..WARM_UP + TOKENS {
+            if step == WARM_UP {
+                start = Instant::now();
+            }
+            model.continue_decode()?;
+            for record in model.read_step()?.ok_or("a step is on its way")? {
+                record.sampled(&params, step)?;
+            }
+        }
+        let us = start.elapsed().as_secs_f64() * 1e6 / TOKENS as f64;
+        while model.read_step()?.is_some() {}
+        let steps: Vec<Step> = model
+            .calls(&vec![context as u32 - 1; rows.len()], Ending::Token)?
+            .into_iter()
+            .map(|(step, _)| step)
+            .collect();
+        let totals = Totals::of(&steps);
+        table.row(context, rows.len(), "end_to_end", "all", totals.kernels, us, totals.bytes)
+    }
+}

@@ -1,0 +1,99 @@
+// general_moe.cu: router, SwiGLU and experts of any number and size.
+//
+//   general_router        the K largest sigmoid(logits), ties to the lowest index; weights = scores / their sum
+//   general_swiglu        act[b, j] = bf16(silu(gate x[b]) * (up x[b])), of one pair of matrices or of expert
+//   experts[b, j] general_experts_down  delta[b] = bf16(bf16(sum over j of weights[b, j] * bf16(experts[chosen[b, j]]
+//   act[b, j])) +
+//                                         bf16(shared act_shared[b])), the sum in fp32 in ascending j
+//
+// in, out  see args_general.h
+// launch   general_router: grid B, block 32; general_swiglu: grid (ceil(rows / 8), K, B), block 256, a warp a row;
+//          general_experts_down: grid (ceil(rows / 8), B), block 256, a warp a row
+// bound    memory: the matrices of every choice
+// PDL      all wait first, then trigger
+
+#include "args_general.h"
+#include "common.cuh"
+#include "general.cuh"
+#include "math.cuh"
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kMaxExperts = 1024;
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(32) general_router(const __grid_constant__ GeneralRouterArgs args) {
+    __shared__ uint32_t order[kMaxExperts];
+    const uint32_t lane = threadIdx.x, b = blockIdx.x;
+    pdl_wait();
+    pdl_launch();
+
+    // Scores are not negative, so their bits are in their order; 0 is what has been taken. A lane touches only its own.
+    const float* logits = args.logits + uint64_t(b) * args.n_experts;
+    for (uint32_t e = lane; e < args.n_experts; e += 32) {
+        order[e] = __float_as_uint(1.0f / (1.0f + expf(-logits[e]))) + 1;
+    }
+    float sum = 0, score = 0;
+    uint32_t expert = 0;
+    for (uint32_t j = 0; j < args.chosen; ++j) {
+        uint64_t best = 0;
+        for (uint32_t e = lane; e < args.n_experts; e += 32) {
+            const uint64_t key = uint64_t(order[e]) << 32 | (kMaxExperts - e);
+            if (key > best) best = key;
+        }
+#pragma unroll
+        for (int i = 16; i > 0; i /= 2) {
+            const uint64_t other = __shfl_xor_sync(~0u, best, i);
+            if (other > best) best = other;
+        }
+        const uint32_t taken = kMaxExperts - uint32_t(best);
+        const float taken_score = __uint_as_float(uint32_t(best >> 32) - 1);
+        sum += taken_score;
+        if (lane == j) {
+            expert = taken;
+            score = taken_score;
+        }
+        if (taken % 32 == lane) order[taken] = 0;
+    }
+    if (lane < args.chosen) {
+        args.experts[uint64_t(b) * args.chosen + lane] = expert;
+        args.weights[uint64_t(b) * args.chosen + lane] = score / sum;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) general_swiglu(const __grid_constant__ GeneralSwigluArgs args) {
+    const uint32_t r = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint32_t j = blockIdx.y, b = blockIdx.z, chosen = gridDim.y;
+    pdl_wait();
+    pdl_launch();
+    if (r >= args.rows) return;
+    const uint32_t expert = args.experts == nullptr ? 0 : args.experts[b * chosen + j];
+    const __nv_bfloat16* x = static_cast<const __nv_bfloat16*>(args.x) + uint64_t(b) * args.cols;
+    const float gate = dot_row(args.gate, expert, r, args.cols, x, lane);
+    const float up = dot_row(args.up, expert, r, args.cols, x, lane);
+    __nv_bfloat16* act = static_cast<__nv_bfloat16*>(args.act) + (uint64_t(b) * chosen + j) * args.rows;
+    if (lane == 0) act[r] = __float2bfloat16_rn(silu(gate) * up);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    general_experts_down(const __grid_constant__ GeneralExpertsDownArgs args) {
+    const uint32_t r = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32, b = blockIdx.y;
+    pdl_wait();
+    pdl_launch();
+    if (r >= args.rows) return;
+    const __nv_bfloat16* act = static_cast<const __nv_bfloat16*>(args.act);
+    float routed = 0;
+    for (uint32_t j = 0; j < args.n_chosen; ++j) {
+        const uint64_t at = uint64_t(b) * args.n_chosen + j;
+        const float y = round_bf16(dot_row(args.experts, args.chosen[at], r, args.cols, act + at * args.cols, lane));
+        routed = __fadd_rn(routed, __fmul_rn(args.weights[at], y));
+    }
+    const __nv_bfloat16* act_shared =
+        static_cast<const __nv_bfloat16*>(args.act_shared) + uint64_t(b) * args.shared_cols;
+    const float shared = round_bf16(dot_row(args.shared, 0, r, args.shared_cols, act_shared, lane));
+    __nv_bfloat16* delta = static_cast<__nv_bfloat16*>(args.delta) + uint64_t(b) * args.rows;
+    if (lane == 0) delta[r] = __float2bfloat16_rn(round_bf16(routed) + shared);
+}

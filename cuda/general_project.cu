@@ -1,0 +1,70 @@
+// general_project.cu: embedding and products with matrices of any type and size.
+//
+//   general_embed    delta[b] = bf16(scale * table[tokens[b]]), residual[b] = 0
+//   general_project  out[b, offset + r] = scale * sum over k of matrix[r, k] x[b, k], rounded to bf16 unless f32
+//
+// in, out  see args_general.h
+// launch   general_embed: grid (ceil(cols / 512), B); general_project: grid ceil(rows / 8), a warp a row; block 256
+// order    a lane adds its values in ascending order, then lanes add by xor 16, 8, 4, 2, 1; whatever B is
+// bound    memory: the matrix once
+// PDL      waits first, then triggers
+
+#include "args_general.h"
+#include "common.cuh"
+#include "general.cuh"
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kMaxRows = 8;
+constexpr int kRun = 64;  // values that a warp of general_embed decodes: a block of the largest kind
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads) general_embed(const __grid_constant__ GeneralEmbedArgs args) {
+    const uint32_t first = (blockIdx.x * kWarps + threadIdx.x / 32) * kRun, lane = threadIdx.x % 32, b = blockIdx.y;
+    pdl_wait();
+    pdl_launch();
+    if (first >= args.cols) return;
+    const uint32_t type = args.table.type;
+    const uint32_t block_values = type == kNvfp4 ? 64 : type == kQ8_0 ? 32 : 1;
+    const uint32_t block_bytes = type == kNvfp4 ? 36 : type == kQ8_0 ? 34 : type == kF32 ? 4 : 2;
+    const uint8_t* run = row_of(args.table, 0, args.tokens[b]) + uint64_t(first / block_values) * block_bytes;
+    const float scale = scale_of(args.table, 0);
+    __nv_bfloat16* delta = static_cast<__nv_bfloat16*>(args.delta) + uint64_t(b) * args.cols + first;
+    __nv_bfloat16* residual = static_cast<__nv_bfloat16*>(args.residual) + uint64_t(b) * args.cols + first;
+    for_each_value(type, run, min(args.cols - first, uint32_t(kRun)), lane, [&](uint32_t k, float value) {
+        delta[k] = __float2bfloat16_rn(value * scale);
+        residual[k] = __float2bfloat16_rn(0.0f);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    general_project(const __grid_constant__ GeneralProjectArgs args) {
+    const uint32_t r = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+    pdl_wait();
+    pdl_launch();
+    if (r >= args.rows) return;
+    const __nv_bfloat16* x = static_cast<const __nv_bfloat16*>(args.x);
+    float acc[kMaxRows] = {};
+    for_each_value(args.matrix.type, row_of(args.matrix, 0, r), args.cols, lane, [&](uint32_t k, float w) {
+#pragma unroll
+        for (int b = 0; b < kMaxRows; ++b) {
+            if (b < args.n) acc[b] += w * __bfloat162float(x[uint64_t(b) * args.cols + k]);
+        }
+    });
+    const float scale = scale_of(args.matrix, 0);
+#pragma unroll
+    for (int b = 0; b < kMaxRows; ++b) {
+        if (b >= args.n) break;
+        const float y = warp_sum(acc[b]) * scale;
+        const uint64_t at = uint64_t(b) * args.out_stride + args.offset + r;
+        if (lane != 0) continue;
+        if (args.f32) {
+            static_cast<float*>(args.out)[at] = y;
+        } else {
+            static_cast<__nv_bfloat16*>(args.out)[at] = __float2bfloat16_rn(y);
+        }
+    }
+}

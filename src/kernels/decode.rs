@@ -1,0 +1,368 @@
+//! The products of the fast decode path: `cuda/decode_*.cu` but attention, and `cuda/args_decode.h`.
+
+use std::{ffi::CStr, mem::offset_of};
+
+use super::{Kernel, Launch};
+use crate::tiles::{TILE_COLS, TILE_ROWS, TileFormat};
+
+/// Rows of a step that the kernels are compiled for; a step of B rows uses the smallest that holds it.
+pub const ROWS: [usize; 4] = [1, 2, 4, 8];
+/// D, the width that these kernels are compiled for.
+pub const HIDDEN: usize = 2048;
+/// E.
+pub const EXPERTS: usize = 256;
+/// K.
+pub const CHOSEN: usize = 6;
+/// F.
+pub const EXPERT_WIDTH: usize = 512;
+/// Width of the shared expert.
+pub const SHARED_WIDTH: usize = 1024;
+
+/// The residual stream and its norm in front of a product. Addresses are the device's.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NormArgs {
+    /// `[B, D]` bf16, output of the block before, not yet added.
+    pub delta: u64,
+    /// `[B, D]` bf16.
+    pub residual: u64,
+    /// `[B, D]` bf16, written.
+    pub new_residual: u64,
+    /// `[B, D]` bf16, written, or 0.
+    pub normed: u64,
+    /// `[D]` f32.
+    pub weight: u64,
+    /// Epsilon of the norm.
+    pub eps: f32,
+    /// B.
+    pub rows: u32,
+}
+
+/// Argument of the `decode_linear.cu` kernels.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DecodeLinearArgs {
+    /// For kernels that norm their input; else only `rows` counts.
+    pub norm: NormArgs,
+    /// `[B, k]` bf16 for kernels that do not.
+    pub x: u64,
+    /// `[strips, k / 512]` tiles.
+    pub weights: u64,
+    /// `[strips, 2]` f32, of rows 0-7 and of rows 8-15.
+    pub scales: u64,
+    /// `[B, out_stride]` bf16 or f32, written.
+    pub out: u64,
+    /// Strips of 16 rows.
+    pub strips: u32,
+    /// Values from one row of `out` to the next.
+    pub out_stride: u32,
+}
+
+/// Argument of `decode_router`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DecodeRouterArgs {
+    /// The norm in front; its `normed` is written for `decode_experts_up`.
+    pub norm: NormArgs,
+    /// `[256, D]` f32.
+    pub router: u64,
+    /// `[B, 256]` f32, written.
+    pub logits: u64,
+    /// `[128, 4]` tiles of gate and up rows.
+    pub shared_gate_up: u64,
+    /// `[128, 2]` f32: gate, up.
+    pub shared_scales: u64,
+    /// `[B, 1024]` bf16, written.
+    pub act_shared: u64,
+}
+
+/// Argument of `decode_experts_up`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DecodeExpertsUpArgs {
+    /// `[B, D]` bf16, normed.
+    pub x: u64,
+    /// `[B, 256]` f32.
+    pub logits: u64,
+    /// `[256, 64, 4]` tiles of gate and up rows.
+    pub gate_up: u64,
+    /// `[256, 2]` f32: gate, up.
+    pub scales: u64,
+    /// `[B, 6, 512]` bf16 by slot, written.
+    pub act: u64,
+    /// B.
+    pub rows: u32,
+    /// Fills the struct.
+    pub reserved: u32,
+}
+
+/// Argument of `decode_down`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DecodeDownArgs {
+    /// `[B, 256]` f32.
+    pub logits: u64,
+    /// `[256, 128]` tiles.
+    pub down: u64,
+    /// `[256]` f32.
+    pub scales: u64,
+    /// `[128, 2]` tiles.
+    pub shared_down: u64,
+    /// `[B, 6, 512]` bf16 by slot.
+    pub act: u64,
+    /// `[B, 1024]` bf16.
+    pub act_shared: u64,
+    /// `[B, D]` bf16, written.
+    pub delta: u64,
+    /// Scale of `shared_down`.
+    pub shared_scale: f32,
+    /// B.
+    pub rows: u32,
+}
+
+/// Argument of `decode_embed`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DecodeEmbedArgs {
+    /// `[V, D]` bf16.
+    pub embedding: u64,
+    /// `[B]` u32.
+    pub tokens: u64,
+    /// `[B, D]` bf16, written.
+    pub delta: u64,
+    /// `[B, D]` bf16, zeroed.
+    pub residual: u64,
+}
+
+const _: () = assert!(
+    size_of::<NormArgs>() == 48
+        && size_of::<DecodeLinearArgs>() == 88
+        && offset_of!(DecodeLinearArgs, x) == 48
+        && offset_of!(DecodeLinearArgs, strips) == 80
+        && size_of::<DecodeRouterArgs>() == 88
+        && size_of::<DecodeExpertsUpArgs>() == 48
+        && size_of::<DecodeDownArgs>() == 64
+        && size_of::<DecodeEmbedArgs>() == 32
+);
+
+/// One operation, compiled for each format and number of rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Family {
+    /// By format (NVFP4, BF16), then as [`ROWS`].
+    kernels: [[Kernel; 4]; 2],
+}
+
+impl Family {
+    /// The kernel for a step of `rows` rows, 1 to 8.
+    pub fn kernel(&self, format: TileFormat, rows: usize) -> Kernel {
+        self.kernels[usize::from(format == TileFormat::Bf16)][variant(rows)]
+    }
+
+    /// All of them, to load at start.
+    pub fn all(&self) -> impl Iterator<Item = Kernel> {
+        self.kernels.into_iter().flatten()
+    }
+}
+
+/// Index into [`ROWS`] of the kernel for `rows` rows.
+fn variant(rows: usize) -> usize {
+    ROWS.iter().position(|&most| rows <= most).expect("a step has 1 to 8 rows")
+}
+
+const fn symbol(bytes: &'static [u8]) -> &'static CStr {
+    match CStr::from_bytes_with_nul(bytes) {
+        Ok(symbol) => symbol,
+        Err(_) => panic!("a symbol ends with its only zero byte"),
+    }
+}
+
+macro_rules! family {
+    ($(#[$doc:meta])* $family:ident, $name:literal, $args:ty) => {
+        $(#[$doc])*
+        pub static $family: Family = Family {
+            kernels: [
+                [family!(@ $name, "nvfp4", "1", $args), family!(@ $name, "nvfp4", "2", $args),
+                 family!(@ $name, "nvfp4", "4", $args), family!(@ $name, "nvfp4", "8", $args)],
+                [family!(@ $name, "bf16", "1", $args), family!(@ $name, "bf16", "2", $args),
+                 family!(@ $name, "bf16", "4", $args), family!(@ $name, "bf16", "8", $args)],
+            ],
+        };
+    };
+    (@ $name:literal, $format:literal, $rows:literal, $args:ty) => {
+        Kernel {
+            symbol: symbol(concat!($name, "_", $format, "_", $rows, "\0").as_bytes()),
+            args_bytes: size_of::<$args>(),
+            pdl: true,
+        }
+    };
+}
+
+family!(
+    /// q, k and v of a layer.
+    DECODE_QKV, "decode_qkv", DecodeLinearArgs);
+family!(
+    /// Attention's output projection.
+    DECODE_O, "decode_o", DecodeLinearArgs);
+family!(
+    /// First half of a dense MLP.
+    DECODE_DENSE_UP, "decode_dense_up", DecodeLinearArgs);
+family!(
+    /// Second half of a dense MLP.
+    DECODE_DENSE_DOWN, "decode_dense_down", DecodeLinearArgs);
+family!(
+    /// Final norm and logits.
+    DECODE_LM_HEAD, "decode_lm_head", DecodeLinearArgs);
+family!(
+    /// Router logits and the shared expert's first half.
+    DECODE_ROUTER, "decode_router", DecodeRouterArgs);
+family!(
+    /// The chosen experts' first half.
+    DECODE_EXPERTS_UP, "decode_experts_up", DecodeExpertsUpArgs);
+family!(
+    /// The second half of a MoE layer.
+    DECODE_DOWN, "decode_down", DecodeDownArgs);
+
+/// The embeddings of a step's tokens.
+pub const DECODE_EMBED: Kernel =
+    Kernel { symbol: c"decode_embed", args_bytes: size_of::<DecodeEmbedArgs>(), pdl: true };
+
+/// Bytes between the rows of x in shared memory, as `x_stride` of `gemv.cuh`.
+const fn x_stride(cols: usize) -> usize {
+    2 * cols + 16
+}
+
+/// Bytes of `Routing` of `routing.cuh` for `rows` rows.
+const fn routing_bytes(rows: usize) -> usize {
+    let bytes = 4 * rows * CHOSEN + 4 * rows * CHOSEN + 4 * 8 + 4 * rows * CHOSEN + rows * CHOSEN * rows;
+    bytes.next_multiple_of(4) + 4
+}
+
+/// How a `decode_linear.cu` kernel splits its work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinearShape {
+    /// Inputs.
+    cols: usize,
+    /// Warps that split the inputs of a strip.
+    split: usize,
+    /// Strips that a block works on at once.
+    groups: usize,
+    /// Most blocks: more strips are taken in turn.
+    most_blocks: usize,
+}
+
+/// Shape of [`DECODE_QKV`].
+pub const QKV_SHAPE: LinearShape = LinearShape { cols: 2048, split: 4, groups: 2, most_blocks: 1024 };
+/// Shape of [`DECODE_O`].
+pub const O_SHAPE: LinearShape = LinearShape { cols: 4096, split: 8, groups: 1, most_blocks: 1024 };
+/// Shape of [`DECODE_DENSE_UP`].
+pub const DENSE_UP_SHAPE: LinearShape = LinearShape { cols: 2048, split: 4, groups: 2, most_blocks: 1024 };
+/// Shape of [`DECODE_DENSE_DOWN`].
+pub const DENSE_DOWN_SHAPE: LinearShape = LinearShape { cols: 6144, split: 6, groups: 1, most_blocks: 1024 };
+
+impl LinearShape {
+    /// Shape of [`DECODE_LM_HEAD`] on a card of `processors` multiprocessors: two blocks on each, for ever.
+    pub fn lm_head(processors: usize) -> Self {
+        Self { cols: 2048, split: 1, groups: 8, most_blocks: 2 * processors }
+    }
+
+    /// The launch for a matrix of `strips` strips and `rows` rows of input.
+    pub fn launch(self, format: TileFormat, rows: usize, strips: usize, out_bytes: u64) -> Launch {
+        let columns = ROWS[variant(rows)];
+        let warps = self.split * self.groups;
+        let sums = 4 * (2 * warps * TILE_ROWS * columns).max(columns * 8);
+        Launch {
+            grid: [strips.div_ceil(self.groups).min(self.most_blocks) as u32, 1, 1],
+            block: (warps * 32) as u32,
+            shared_bytes: (columns * x_stride(self.cols) + sums) as u32,
+            bytes: (strips * self.cols / TILE_COLS * format.tile_bytes() + rows * self.cols * 2) as u64 + out_bytes,
+        }
+    }
+}
+
+/// The launch of [`DECODE_ROUTER`].
+pub fn decode_router_launch(format: TileFormat, rows: usize) -> Launch {
+    let columns = ROWS[variant(rows)];
+    Launch {
+        grid: [128, 1, 1],
+        block: 6 * 32,
+        shared_bytes: (columns * x_stride(HIDDEN) + 4 * 4 * TILE_ROWS * columns) as u32,
+        bytes: (EXPERTS * HIDDEN * 4 + 128 * 4 * format.tile_bytes() + rows * (HIDDEN * 6 + SHARED_WIDTH * 2)) as u64,
+    }
+}
+
+/// The launch of [`DECODE_EXPERTS_UP`], for `distinct` experts in all.
+pub fn decode_experts_up_launch(format: TileFormat, rows: usize, distinct: usize) -> Launch {
+    let columns = ROWS[variant(rows)];
+    Launch {
+        grid: [128, 1, 1],
+        block: 12 * 32,
+        shared_bytes: (columns * x_stride(HIDDEN) + 4 * 2 * 12 * TILE_ROWS * columns + routing_bytes(columns)) as u32,
+        bytes: (distinct * 64 * 4 * format.tile_bytes() + rows * (HIDDEN * 2 + CHOSEN * EXPERT_WIDTH * 2)) as u64,
+    }
+}
+
+/// The launch of [`DECODE_DOWN`], for `distinct` experts in all.
+pub fn decode_down_launch(format: TileFormat, rows: usize, distinct: usize) -> Launch {
+    let columns = ROWS[variant(rows)];
+    let x = columns * CHOSEN * x_stride(EXPERT_WIDTH) + columns * x_stride(SHARED_WIDTH);
+    Launch {
+        grid: [128, 1, 1],
+        block: 8 * 32,
+        shared_bytes: (x + 4 * columns * 8 * TILE_ROWS + routing_bytes(columns)) as u32,
+        bytes: ((distinct + 2) * 128 * format.tile_bytes() + rows * (CHOSEN * EXPERT_WIDTH + SHARED_WIDTH + HIDDEN) * 2)
+            as u64,
+    }
+}
+
+/// The launch of [`DECODE_EMBED`].
+pub fn decode_embed_launch(rows: usize) -> Launch {
+    Launch { grid: [rows as u32, 1, 1], block: 256, shared_bytes: 0, bytes: (rows * HIDDEN * 6) as u64 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_strip_has_a_group() {
+        for (shape, strips, blocks, threads) in [
+            (QKV_SHAPE, 320, 160, 256),
+            (O_SHAPE, 128, 128, 256),
+            (DENSE_UP_SHAPE, 768, 384, 256),
+            (DENSE_DOWN_SHAPE, 128, 128, 192),
+            (LinearShape::lm_head(132), 9384, 264, 256),
+        ] {
+            let launch = shape.launch(TileFormat::Nvfp4, 1, strips, 0);
+            assert_eq!((launch.grid, launch.block), ([blocks, 1, 1], threads));
+            assert!(launch.bytes > (strips * shape.cols / 512 * 4608) as u64);
+        }
+    }
+
+    #[test]
+    fn shared_memory_fits_every_card_at_eight_rows() {
+        // sm_86, sm_89 and sm_120 give a block 99 KiB.
+        let most = 99 * 1024;
+        for format in [TileFormat::Nvfp4, TileFormat::Bf16] {
+            for launch in [
+                QKV_SHAPE.launch(format, 8, 320, 0),
+                O_SHAPE.launch(format, 8, 128, 0),
+                DENSE_UP_SHAPE.launch(format, 8, 768, 0),
+                LinearShape::lm_head(132).launch(format, 8, 9384, 0),
+                decode_router_launch(format, 8),
+                decode_experts_up_launch(format, 8, 44),
+                decode_down_launch(format, 8, 44),
+            ] {
+                assert!(launch.shared_bytes <= most, "{launch:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_step_takes_the_smallest_kernel_that_holds_it() {
+        for (rows, name) in [(1, "1"), (2, "2"), (3, "4"), (4, "4"), (5, "8"), (8, "8")] {
+            let kernel = DECODE_QKV.kernel(TileFormat::Bf16, rows);
+            assert_eq!(kernel.symbol.to_str().unwrap(), format!("decode_qkv_bf16_{name}"));
+        }
+        assert_eq!(DECODE_DOWN.all().count(), 8);
+    }
+}

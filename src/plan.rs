@@ -1,0 +1,405 @@
+//! What the GPU is going to do, as data: which path, where weights and buffers lie, which kernels a step launches with
+//! which arguments, and how many bytes each has to move. Made from a checkpoint's header; no driver, so all of it is printed
+//! and tested without a GPU, and the GPU backend runs exactly this.
+
+mod buffers;
+mod fast;
+mod general;
+mod print;
+mod types;
+
+use crate::{
+    checkpoint::Checkpoint,
+    config::{Attention, FlintConfig, LayerKind, Mlp},
+    error::{Error, Result},
+    kernels::{
+        Args, AttentionSplits, DECODE_SAMPLE, DecodeSampleArgs, Kernel, Launch, SAMPLE_VOCAB_MOST, decode_sample_launch,
+    },
+    kv::{KvBlocks, PoolLayout},
+    tiles::TileFormat,
+};
+
+pub use buffers::{Buffers, Space};
+pub use fast::{FastLayer, FastMlp, FastWeights, Packed};
+pub use general::{GeneralLayer, GeneralMlp, GeneralWeights, Stored};
+pub use print::Totals;
+pub use types::{MatrixType, Types};
+
+/// Most sequences of a step.
+pub const MAX_ROWS: usize = 8;
+/// Steps whose tokens the host may not have read yet, at most.
+pub const TOKEN_RING: usize = 4;
+
+/// What a plan is to hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Sequences at a time, 1 to 8.
+    pub sequences: usize,
+    /// Positions of each, at most the model's context length.
+    pub context_tokens: usize,
+    /// Tokens that may be chosen, those of the tokenizer: at most the rows of the LM head.
+    pub vocab_tokens: usize,
+}
+
+/// What a plan needs to know of the card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Card {
+    /// Its multiprocessors.
+    pub processors: usize,
+    /// Its compute capability before the point.
+    pub major: i32,
+}
+
+impl Card {
+    /// What a plan assumes without a GPU.
+    pub const H200: Self = Self { processors: 132, major: 9 };
+}
+
+/// Which kernels run the model; all of it takes one path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Path {
+    /// Kernels for Flint's dimensions on tiles of this format.
+    Fast(TileFormat),
+    /// Kernels for any dimensions.
+    General {
+        /// The fact that keeps the model off the fast path.
+        because: String,
+    },
+}
+
+/// Where the weights lie.
+#[derive(Clone, Debug, PartialEq)]
+pub enum WeightPlan {
+    /// In tiles.
+    Fast(TileFormat, FastWeights),
+    /// As the file has them.
+    General(GeneralWeights),
+}
+
+/// What follows the last layer of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Ending {
+    /// Nothing: the step only fills the KV cache.
+    Nothing,
+    /// Logits.
+    Logits,
+    /// Logits and the choice of a token, which feeds the next step.
+    Token,
+}
+
+/// What a kernel does in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Operation {
+    /// Rows of the embedding.
+    Embed,
+    /// Residual add and norm in front of a general projection.
+    Norm,
+    /// q, k and v; on the fast path with the norm in front.
+    Qkv,
+    /// q/k norm, rotation and KV write of the general path.
+    QkvFinish,
+    /// Attention; on the fast path with what is before it.
+    Attention,
+    /// Attention's output projection.
+    Output,
+    /// A dense layer's gate and up.
+    DenseUp,
+    /// A dense layer's down projection.
+    DenseDown,
+    /// Router logits; on the fast path with the norm in front and the shared expert's gate and up.
+    Router,
+    /// The choice of experts on the general path.
+    Choose,
+    /// The shared expert's gate and up on the general path.
+    SharedUp,
+    /// The chosen experts' gate and up.
+    ExpertsUp,
+    /// The chosen experts' and the shared expert's down projection, and their sum.
+    Down,
+    /// Logits; on the fast path with the norm in front.
+    LmHead,
+    /// The choice of the next token.
+    Sample,
+}
+
+/// One launch of a step.
+#[derive(Clone, Copy, Debug)]
+pub struct Step {
+    /// What it does.
+    pub operation: Operation,
+    /// The layer it belongs to; the number of layers for what follows them, 0 for what is before.
+    pub layer: usize,
+    /// The kernel.
+    pub kernel: Kernel,
+    /// Its geometry, the same for every position, and the bytes that it has to move at the given ones.
+    pub launch: Launch,
+    /// Its argument.
+    pub args: Args,
+}
+
+/// Device addresses that a plan's offsets count from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Bases {
+    /// Of [`Memory::weights_bytes`].
+    pub weights: u64,
+    /// Of [`Memory::workspace_bytes`].
+    pub buffers: u64,
+    /// Of the full-attention layers' pool.
+    pub kv_full: u64,
+    /// Of the sliding layers' pool.
+    pub kv_window: u64,
+    /// Of the sampler's records in host memory, `[TOKEN_RING, 8, 48]` u32.
+    pub records: u64,
+}
+
+/// Bytes of device memory, by what holds them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Memory {
+    /// Weights, as packed.
+    pub weights_bytes: usize,
+    /// KV pools.
+    pub kv_bytes: usize,
+    /// Activations, tables, partial results.
+    pub workspace_bytes: usize,
+}
+
+impl Memory {
+    /// All of it.
+    pub fn total_bytes(&self) -> usize {
+        self.weights_bytes + self.kv_bytes + self.workspace_bytes
+    }
+}
+
+/// The two KV pools.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pools {
+    /// Of the full-attention layers.
+    pub full: PoolLayout,
+    /// Its blocks.
+    pub full_blocks: usize,
+    /// Of the sliding layers.
+    pub window: PoolLayout,
+    /// Its blocks.
+    pub window_blocks: usize,
+}
+
+/// See the module.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    config: FlintConfig,
+    limits: Limits,
+    card: Card,
+    path: Path,
+    weights: WeightPlan,
+    buffers: Buffers,
+    pools: Pools,
+}
+
+/// The plan for a checkpoint on an H200, from its header; without `context_tokens` for the model's whole context.
+pub fn of_file(path: &std::path::Path, sequences: usize, context_tokens: Option<usize>) -> Result<Plan> {
+    let checkpoint = Checkpoint::open(path)?;
+    let config = FlintConfig::from_checkpoint(&checkpoint)?;
+    let limits = Limits {
+        sequences,
+        context_tokens: context_tokens.unwrap_or(config.context_length),
+        vocab_tokens: config.vocab_size,
+    };
+    Plan::new(&config, &Types::of_checkpoint(&checkpoint, &config)?, limits, Card::H200)
+}
+
+impl Plan {
+    /// The plan for a model of these dimensions and types. Errors: [`Error::Value`] naming the limit that is out of range;
+    /// [`Error::Unavailable`] for a model that neither path runs.
+    pub fn new(config: &FlintConfig, types: &Types, limits: Limits, card: Card) -> Result<Self> {
+        for (field, value, most) in [
+            ("sequences", limits.sequences, MAX_ROWS),
+            ("context_tokens", limits.context_tokens, config.context_length),
+            ("vocab_tokens", limits.vocab_tokens, config.vocab_size.min(SAMPLE_VOCAB_MOST)),
+        ] {
+            if !(1..=most).contains(&value) {
+                return Err(Error::value(field, value.to_string(), format!("1 to {most}")));
+            }
+        }
+        let (path, weights) = match fast::format(config, types, card) {
+            Ok(format) => (Path::Fast(format), WeightPlan::Fast(format, FastWeights::new(config, format))),
+            Err(because) => (Path::General { because }, WeightPlan::General(GeneralWeights::new(config, types)?)),
+        };
+        let window_blocks = KvBlocks::window_blocks_for(config.sliding_window, 1).min(table_stride(limits));
+        Ok(Self {
+            config: config.clone(),
+            limits,
+            card,
+            path,
+            weights,
+            buffers: Buffers::new(config, limits),
+            pools: Pools {
+                full: PoolLayout::new(config, Attention::Full),
+                full_blocks: limits.sequences * table_stride(limits),
+                window: PoolLayout::new(config, Attention::Sliding),
+                window_blocks: limits.sequences * window_blocks,
+            },
+        })
+    }
+
+    /// The model's dimensions.
+    pub fn config(&self) -> &FlintConfig {
+        &self.config
+    }
+
+    /// What it holds.
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    /// The card it is made for.
+    pub fn card(&self) -> Card {
+        self.card
+    }
+
+    /// Which kernels run it.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where weights lie.
+    pub fn weights(&self) -> &WeightPlan {
+        &self.weights
+    }
+
+    /// The same, for who brings the weights there: scales that are arguments are known only then.
+    pub fn weights_mut(&mut self) -> &mut WeightPlan {
+        &mut self.weights
+    }
+
+    /// Where everything else but the KV cache lies.
+    pub fn buffers(&self) -> &Buffers {
+        &self.buffers
+    }
+
+    /// The KV cache.
+    pub fn pools(&self) -> Pools {
+        self.pools
+    }
+
+    /// What the device must hold.
+    pub fn memory(&self) -> Memory {
+        let Pools { full, full_blocks, window, window_blocks } = self.pools;
+        Memory {
+            weights_bytes: match &self.weights {
+                WeightPlan::Fast(_, weights) => weights.bytes,
+                WeightPlan::General(weights) => weights.bytes,
+            },
+            kv_bytes: full.block_bytes() * full_blocks + window.block_bytes() * window_blocks,
+            workspace_bytes: self.buffers.bytes,
+        }
+    }
+
+    /// The launches of a step for new tokens at `positions`, one a row, in order. Kernels, geometry and arguments depend on
+    /// the number of rows alone; the bytes to move on the positions too.
+    ///
+    /// # Panics
+    /// Without rows, or with more than the plan holds.
+    pub fn steps(&self, bases: &Bases, positions: &[u32], ending: Ending) -> Vec<Step> {
+        assert!((1..=self.limits.sequences).contains(&positions.len()), "{} rows", positions.len());
+        let mut steps = match &self.weights {
+            WeightPlan::Fast(format, weights) => fast::steps(self, *format, weights, bases, positions, ending),
+            WeightPlan::General(weights) => general::steps(self, weights, bases, positions, ending),
+        };
+        if ending == Ending::Token {
+            steps.push(self.sample(bases, positions.len()));
+        }
+        steps
+    }
+
+    fn sample(&self, bases: &Bases, rows: usize) -> Step {
+        let (b, vocab) = (self.buffers.at(bases.buffers), self.limits.vocab_tokens);
+        let launch = decode_sample_launch(rows, vocab, self.card.major);
+        Step {
+            operation: Operation::Sample,
+            layer: self.config.layers.len(),
+            kernel: DECODE_SAMPLE,
+            launch,
+            args: Args::DecodeSample(DecodeSampleArgs {
+                logits: b.logits,
+                rows: b.sample_rows,
+                masks: b.sample_masks,
+                bias: b.sample_bias,
+                seen: b.sample_seen,
+                workspace: if launch.shared_bytes == 0 { b.sample_workspace } else { 0 },
+                tokens: b.tokens,
+                positions: b.positions,
+                ring: bases.records,
+                vocab: vocab as u32,
+                logits_stride: self.config.vocab_size as u32,
+                ring_lines: TOKEN_RING as u32,
+                reserved: 0,
+            }),
+        }
+    }
+
+    /// For each layer: its part of block 0 of its pool, bf16 values from a block to the next, its block table, its window
+    /// (0 for full attention) and its rotary frequencies (0 for none).
+    fn cache(&self, bases: &Bases) -> Vec<LayerCache> {
+        let buffers = self.buffers.at(bases.buffers);
+        let (mut n_full, mut n_window) = (0, 0);
+        let of = |&layer: &LayerKind| {
+            let (pool, base, table, index) = match layer.attention {
+                Attention::Full => (self.pools.full, bases.kv_full, buffers.blocks_full, &mut n_full),
+                Attention::Sliding => (self.pools.window, bases.kv_window, buffers.blocks_window, &mut n_window),
+            };
+            let kv = base + (2 * pool.layer_values() * *index) as u64;
+            *index += 1;
+            LayerCache {
+                kv,
+                block_stride: pool.block_values() as u64,
+                blocks: table,
+                window: window(&self.config, layer),
+                inv_freq: if layer.rope { buffers.inv_freq } else { 0 },
+            }
+        };
+        self.config.layers.iter().map(of).collect()
+    }
+}
+
+/// What attention of one layer reads beside activations.
+#[derive(Clone, Copy, Debug)]
+struct LayerCache {
+    kv: u64,
+    block_stride: u64,
+    blocks: u64,
+    window: Option<u32>,
+    inv_freq: u64,
+}
+
+/// Entries of a row of a block table.
+fn table_stride(limits: Limits) -> usize {
+    KvBlocks::full_blocks_for(limits.context_tokens)
+}
+
+/// The window of a layer; `None` sees everything.
+fn window(config: &FlintConfig, layer: LayerKind) -> Option<u32> {
+    (layer.attention == Attention::Sliding).then_some(config.sliding_window as u32)
+}
+
+/// Distinct experts that `rows` rows choose in the mean if all are equally likely, rounded.
+pub fn distinct_experts(n_experts: usize, per_token: usize, rows: usize) -> usize {
+    let missed = (1.0 - per_token as f64 / n_experts as f64).powi(rows as i32);
+    (n_experts as f64 * (1.0 - missed)).round() as usize
+}
+
+/// Bytes that the attention kernels of any layer need for partial results.
+fn attention_partial_bytes(config: &FlintConfig, rows: usize) -> usize {
+    let of = |&layer: &LayerKind| {
+        AttentionSplits::of(window(config, layer)).partial_bytes(rows as u32, config.n_kv_heads as u32) as usize
+    };
+    config.layers.iter().map(of).max().unwrap_or(0)
+}
+
+/// Width of a row's activations between the halves of its MLP: of all chosen experts, or of a dense layer if that is more.
+fn act_width(config: &FlintConfig) -> usize {
+    let width = |layer: &LayerKind| match layer.mlp {
+        Mlp::Dense => config.dense_intermediate_size,
+        Mlp::Moe => config.n_experts_per_token * config.expert_intermediate_size,
+    };
+    config.layers.iter().map(width).max().unwrap_or(0)
+}

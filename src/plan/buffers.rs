@@ -1,0 +1,142 @@
+//! Addresses before there is a device: offsets into one allocation.
+
+use super::{Limits, MAX_ROWS, act_width, attention_partial_bytes, table_stride};
+use crate::{config::FlintConfig, kernels::SAMPLE_ROW_BYTES};
+
+/// Alignment of everything that is placed.
+const ALIGN: usize = 256;
+
+/// Hands out offsets one after the other.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Space {
+    used: usize,
+}
+
+impl Space {
+    /// The offset of `bytes` new bytes, a multiple of 256.
+    pub fn take(&mut self, bytes: usize) -> u64 {
+        let offset = self.used;
+        self.used += bytes.next_multiple_of(ALIGN);
+        offset as u64
+    }
+
+    /// Bytes that were handed out.
+    pub fn bytes(self) -> usize {
+        self.used
+    }
+}
+
+macro_rules! buffers {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        /// Offsets, or addresses, of the buffers of a step. Letters as in [`FlintConfig`].
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub struct Buffers {
+            $($(#[$doc])* pub $name: u64,)*
+            /// Entries of a row of both block tables.
+            pub table_stride: usize,
+            /// All of it.
+            pub bytes: usize,
+        }
+
+        impl Buffers {
+            /// The same as addresses, in an allocation at `base`.
+            #[must_use]
+            pub fn at(&self, base: u64) -> Self {
+                Self { $($name: base + self.$name,)* ..*self }
+            }
+        }
+    };
+}
+
+buffers! {
+    /// `[8]` u32, the input token of each row; its position follows at once, so that one copy sets both.
+    tokens,
+    /// `[8]` u32.
+    positions,
+    /// `[8, table_stride]` u32, the KV block of each 64 positions, of full-attention layers.
+    blocks_full,
+    /// The same of sliding layers; entries of what no window sees are old.
+    blocks_window,
+    /// `[8, D]` bf16, output of the block before, not yet added to the residual.
+    delta,
+    /// `[8, D]` bf16, the residual stream at the start of a layer.
+    residual,
+    /// `[8, D]` bf16, the same in the middle of a layer: a kernel that adds reads one and writes the other.
+    residual_mid,
+    /// `[8, D]` bf16.
+    normed,
+    /// `[8, (H + 2G) head_dim]` bf16.
+    qkv,
+    /// `[8, H head_dim]` bf16.
+    attn,
+    /// Partial results of attention.
+    attn_partial,
+    /// `[8, G]` u32, zero between launches.
+    attn_counters,
+    /// `[8, E]` f32.
+    router_logits,
+    /// `[8, K]` u32, the chosen experts, of the general path.
+    chosen,
+    /// `[8, K]` f32, their weights.
+    chosen_weights,
+    /// `[8, K, F]` bf16 by slot, or `[8, dense]` in dense layers.
+    act,
+    /// `[8, shared]` bf16.
+    act_shared,
+    /// `[8, V]` f32.
+    logits,
+    /// `[8]` [`crate::kernels::SampleRow`].
+    sample_rows,
+    /// `[8, 2, ceil(vocab_tokens / 32)]` u32.
+    sample_masks,
+    /// `[8, vocab_tokens]` f32.
+    sample_bias,
+    /// `[8, vocab_tokens]` u32.
+    sample_seen,
+    /// `[8, vocab_tokens]` f32.
+    sample_workspace,
+    /// `[head_dim / 2]` f32, rotary frequencies.
+    inv_freq,
+}
+
+impl Buffers {
+    pub(super) fn new(config: &FlintConfig, limits: Limits) -> Self {
+        let mut space = Space::default();
+        let (d, heads, kv_heads) = (config.hidden_size, config.n_heads, config.n_kv_heads);
+        let table_stride = table_stride(limits);
+        let attn_partial = space.take(attention_partial_bytes(config, MAX_ROWS));
+        let inv_freq = space.take(config.head_dim / 2 * 4);
+        let mut rows = |width: usize, element_bytes: usize| space.take(MAX_ROWS * width * element_bytes);
+        let tokens = rows(2, 4);
+        let mut buffers = Self {
+            tokens,
+            positions: tokens + 4 * MAX_ROWS as u64,
+            blocks_full: rows(table_stride, 4),
+            blocks_window: rows(table_stride, 4),
+            delta: rows(d, 2),
+            residual: rows(d, 2),
+            residual_mid: rows(d, 2),
+            normed: rows(d, 2),
+            qkv: rows((heads + 2 * kv_heads) * config.head_dim, 2),
+            attn: rows(heads * config.head_dim, 2),
+            attn_partial,
+            attn_counters: rows(kv_heads, 4),
+            router_logits: rows(config.n_experts, 4),
+            chosen: rows(config.n_experts_per_token, 4),
+            chosen_weights: rows(config.n_experts_per_token, 4),
+            act: rows(act_width(config), 2),
+            act_shared: rows(config.shared_intermediate_size, 2),
+            logits: rows(config.vocab_size, 4),
+            sample_rows: rows(SAMPLE_ROW_BYTES, 1),
+            sample_masks: rows(2 * limits.vocab_tokens.div_ceil(32), 4),
+            sample_bias: rows(limits.vocab_tokens, 4),
+            sample_seen: rows(limits.vocab_tokens, 4),
+            sample_workspace: rows(limits.vocab_tokens, 4),
+            inv_freq,
+            table_stride,
+            bytes: 0,
+        };
+        buffers.bytes = space.bytes();
+        buffers
+    }
+}

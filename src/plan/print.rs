@@ -1,0 +1,119 @@
+//! A plan as text, for `flint-rs plan`.
+
+use std::fmt;
+
+use super::{Bases, Ending, Operation, Path, Plan, Step};
+
+/// What an H200 was measured to read, in bytes a second.
+const H200_BYTES_PER_SECOND: f64 = 4.55e12;
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fast(format) => write!(f, "fast, {} tiles", format!("{format:?}").to_uppercase()),
+            Self::General { because } => write!(f, "general, because {because}"),
+        }
+    }
+}
+
+/// Sums over the launches of a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Launches.
+    pub kernels: usize,
+    /// Bytes that they have to move.
+    pub bytes: u64,
+}
+
+impl Totals {
+    /// Of `steps`.
+    pub fn of<'a>(steps: impl IntoIterator<Item = &'a Step>) -> Self {
+        let add = |sum: Self, step: &Step| Self { kernels: sum.kernels + 1, bytes: sum.bytes + step.launch.bytes };
+        steps.into_iter().fold(Self::default(), add)
+    }
+
+    /// Microseconds that moving the bytes takes at least, at so many bytes a second.
+    pub fn floor_us(&self, bytes_per_second: f64) -> f64 {
+        self.bytes as f64 / bytes_per_second * 1e6
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let gb = |bytes: usize| format!("{:.2} GB", bytes as f64 / 1e9);
+        let (memory, limits, pools) = (self.memory(), self.limits, self.pools);
+        writeln!(f, "path       {}", self.path)?;
+        writeln!(
+            f,
+            "memory     {}: weights {}, KV cache {} ({} x {} tokens), workspace {}",
+            gb(memory.total_bytes()),
+            gb(memory.weights_bytes),
+            gb(memory.kv_bytes),
+            limits.sequences,
+            limits.context_tokens,
+            gb(memory.workspace_bytes),
+        )?;
+        writeln!(
+            f,
+            "KV pools   full {} blocks of {} B for {} layers, sliding {} blocks of {} B for {} layers",
+            pools.full_blocks,
+            pools.full.block_bytes(),
+            pools.full.n_layers,
+            pools.window_blocks,
+            pools.window.block_bytes(),
+            pools.window.n_layers,
+        )?;
+        let last = (limits.context_tokens - 1) as u32;
+        let mut cases = vec![(1, last.min(1023)), (1, last), (limits.sequences, last)];
+        cases.dedup();
+        for (rows, position) in cases {
+            self.write_step(f, rows, position)?;
+        }
+        Ok(())
+    }
+}
+
+impl Plan {
+    fn write_step(&self, f: &mut fmt::Formatter<'_>, rows: usize, position: u32) -> fmt::Result {
+        let steps = self.steps(&Bases::default(), &vec![position; rows], Ending::Token);
+        let totals = Totals::of(&steps);
+        writeln!(
+            f,
+            "\nstep of {rows} at position {position}: {} kernels, {:.1} MB, at least {:.0} us on an H200 ({:.2} TB/s)",
+            totals.kernels,
+            totals.bytes as f64 / 1e6,
+            totals.floor_us(H200_BYTES_PER_SECOND),
+            H200_BYTES_PER_SECOND / 1e12,
+        )?;
+        writeln!(f, "  {:<28} {:>8} {:>14} {:>6} {:>8} {:>9}", "kernel", "launches", "grid", "block", "shared", "MB")?;
+        let mut groups: Vec<(Operation, &Step, Totals)> = Vec::new();
+        for step in &steps {
+            let same = |(operation, first, _): &&mut (Operation, &Step, Totals)| {
+                (*operation, first.launch.grid, first.launch.block)
+                    == (step.operation, step.launch.grid, step.launch.block)
+            };
+            let totals = Totals::of([step]);
+            match groups.iter_mut().find(same) {
+                Some((_, _, sum)) => {
+                    sum.kernels += totals.kernels;
+                    sum.bytes += totals.bytes;
+                }
+                None => groups.push((step.operation, step, totals)),
+            }
+        }
+        for (_, step, totals) in groups {
+            let [x, y, z] = step.launch.grid;
+            writeln!(
+                f,
+                "  {:<28} {:>8} {:>14} {:>6} {:>8} {:>9.2}",
+                step.kernel.symbol.to_string_lossy(),
+                totals.kernels,
+                format!("{x}x{y}x{z}"),
+                step.launch.block,
+                step.launch.shared_bytes,
+                totals.bytes as f64 / 1e6,
+            )?;
+        }
+        Ok(())
+    }
+}

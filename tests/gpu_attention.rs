@@ -1,0 +1,59 @@
+//! The `decode_attention` kernel against the CPU's reference. It needs a GPU, so `cargo test` counts these as ignored;
+//! `make test-gpu` runs them.
+
+#![cfg(feature = "cuda")]
+
+mod cpu_support;
+mod kernel_support;
+
+use cpu_support::Random;
+use kernel_support::{
+    Gpu,
+    attention::{Path, Shape, check},
+};
+
+/// Of a sliding layer of Flint, but for the window.
+const FLINT: Shape = Shape { n_heads: 32, n_kv_heads: 4, head_dim: 128, window: Some(513), rope: true, sharpness: 1.0 };
+const FLINT_FULL: Shape = Shape { window: None, rope: false, ..FLINT };
+/// The small model's.
+const SMALL: Shape = Shape { n_heads: 8, n_kv_heads: 1, window: Some(65), ..FLINT };
+
+/// Around the borders of tiles (32), blocks (64), splits (128) and the window.
+const SHORT: [usize; 8] = [0, 1, 31, 62, 63, 64, 65, 66];
+const MIDDLE: [usize; 8] = [511, 512, 513, 514, 127, 128, 96, 33];
+/// The most splits, divided evenly and not.
+const LONG: [usize; 3] = [8191, 4100, 2047];
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn full_attention() {
+    let (gpu, mut random) = (Gpu::open(), Random::fresh());
+    for positions in [&SHORT[..], &MIDDLE, &LONG] {
+        check(&gpu, &mut random, Path::Fast, FLINT_FULL, positions);
+        check(&gpu, &mut random, Path::Fast, Shape { sharpness: 3.0, ..FLINT_FULL }, positions);
+    }
+    check(&gpu, &mut random, Path::Fast, Shape { window: None, ..SMALL }, &MIDDLE);
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn sliding_attention() {
+    let (gpu, mut random) = (Gpu::open(), Random::fresh());
+    for positions in [&SHORT[..], &MIDDLE, &LONG] {
+        check(&gpu, &mut random, Path::Fast, FLINT, positions);
+        check(&gpu, &mut random, Path::Fast, Shape { rope: false, sharpness: 3.0, ..FLINT }, positions);
+        // Windows of one position, and of few that lie in up to three blocks.
+        for window in [1, 2, 65, 66, 129] {
+            check(&gpu, &mut random, Path::Fast, Shape { window: Some(window), ..SMALL }, positions);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn long_contexts() {
+    let (gpu, mut random) = (Gpu::open(), Random::fresh());
+    check(&gpu, &mut random, Path::Fast, FLINT_FULL, &[100_001, 513]);
+    check(&gpu, &mut random, Path::Fast, FLINT, &[262_143, 100_001, 513, 262_142, 7]);
+    check(&gpu, &mut random, Path::Fast, Shape { n_heads: 8, n_kv_heads: 1, ..FLINT_FULL }, &[262_143]);
+}

@@ -1,0 +1,295 @@
+//! Whole models on the GPU against the CPU backend, and against themselves: alone and in a batch, with and without PDL and
+//! graphs. They need a GPU, so `cargo test` counts these as ignored; `make test-gpu` runs them.
+
+#![cfg(feature = "cuda")]
+
+mod cpu_support;
+
+use std::sync::Arc;
+
+use cpu_support::{Kind, Random, configs, mean_kl, weights};
+use flint_rs::{
+    cancel::Cancel,
+    checkpoint::{Checkpoint, DType},
+    config::FlintConfig,
+    cpu::{self, CpuModel, Positions, Precision},
+    gpu::{GpuModel, RunOptions, SequenceId, Source},
+    kernels::SampleStart,
+    plan::{Limits, Path},
+    sampling::SamplingParams,
+    tokenizer::{ControlTokens, Tokenizer},
+    weights::Weights,
+};
+
+fn load(source: Source<'_>, sequences: usize) -> GpuModel {
+    let config = source.config();
+    let limits = Limits { sequences, context_tokens: config.context_length.min(4096), vocab_tokens: config.vocab_size };
+    let mut last = (0, 0);
+    let mut progress = |done, all| last = (done, all);
+    let model = GpuModel::load(source, limits, RunOptions::default(), &mut progress, &Cancel::default()).unwrap();
+    assert!(last.0 == last.1 && last.1 > 0, "progress ended at {last:?}");
+    println!("{}: {}", model.device().name().unwrap(), model.plan().path());
+    model
+}
+
+/// `[T, V]`, token by token.
+fn forward_all(model: &mut GpuModel, tokens: &[u32]) -> Vec<f32> {
+    let id = model.add_sequence().unwrap();
+    let logits = tokens.iter().flat_map(|&token| model.forward(&[(id, token)]).unwrap()).collect();
+    model.remove_sequence(id);
+    logits
+}
+
+fn cpu_logits(weights: &Arc<Weights>, precision: Precision, path: cpu::Path, tokens: &[u32]) -> Vec<f32> {
+    let options = cpu::Options { precision, path, threads: None };
+    let model = CpuModel::new(Arc::clone(weights), options).unwrap();
+    model.forward(&mut model.new_kv(), tokens, Positions::All, &Cancel::default()).unwrap()
+}
+
+fn bits(logits: &[f32]) -> Vec<u32> {
+    logits.iter().map(|x| x.to_bits()).collect()
+}
+
+/// Each run's divergence from fp32, in the mean over tokens: GPU, then CPU in BF16.
+fn divergences(model: &mut GpuModel, weights: &Arc<Weights>, path: cpu::Path, tokens: &[u32]) -> (f64, f64) {
+    let vocab = weights.config.vocab_size;
+    let exact = cpu_logits(weights, Precision::Float32, path, tokens);
+    let rounded = cpu_logits(weights, Precision::Bfloat16, path, tokens);
+    let found = forward_all(model, tokens);
+    assert!(found.iter().all(|x| x.is_finite()));
+    (mean_kl(&exact, &found, vocab), mean_kl(&exact, &rounded, vocab))
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn small_models_of_every_type_diverge_from_fp32_no_more_than_the_cpu() {
+    let mut random = Random::fresh();
+    let (mut gpu_sum, mut cpu_sum) = (0.0, 0.0);
+    for kind in Kind::ALL {
+        for config in configs(kind.block() > 1) {
+            let weights = weights(&mut random, &config, kind);
+            let tokens = random.tokens(200, config.vocab_size);
+            let mut model = load(Source::Weights(&weights), 1);
+            assert!(matches!(model.plan().path(), Path::General { .. }));
+            let (gpu, cpu) = divergences(&mut model, &weights, cpu::Path::Reference, &tokens);
+            println!("{kind:?}, hidden size {}: GPU {gpu:.3e}, CPU {cpu:.3e}", config.hidden_size);
+            // A few tokens whose choice of experts flips carry much of a mean over 200, so one model bounds loosely.
+            assert!(gpu <= 2.0 * cpu, "{kind:?}: {gpu} against {cpu}");
+            gpu_sum += gpu;
+            cpu_sum += cpu;
+        }
+    }
+    assert!(gpu_sum <= 1.1 * cpu_sum, "{gpu_sum} against {cpu_sum}");
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn five_layers_at_full_width_diverge_from_fp32_no_more_than_the_cpu() {
+    let config = FlintConfig::flint(5, 8192);
+    let mut random = Random::fresh();
+    let tokens = random.tokens(1100, config.vocab_size);
+    for dtype in [DType::Nvfp4, DType::Bf16] {
+        let weights = Arc::new(Weights::synthetic(config.clone(), 5, dtype).unwrap());
+        let mut model = load(Source::Weights(&weights), 1);
+        assert!(matches!(model.plan().path(), Path::Fast(_)));
+        let (gpu, cpu) = divergences(&mut model, &weights, cpu::Path::Fast, &tokens);
+        println!("{dtype}: GPU {gpu:.3e}, CPU {cpu:.3e}");
+        assert!(gpu <= 1.1 * cpu, "{dtype}: {gpu} against {cpu}");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn the_shipped_model_says_what_the_cpu_says() {
+    // Where it was built, or where the bundle is run.
+    let file = std::path::Path::new("python/flint_rs/models/flint-small.gguf");
+    let built = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
+    let path = if built.exists() { built.as_path() } else { file };
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let config = FlintConfig::from_checkpoint(&checkpoint).unwrap();
+    let text = concat!(include_str!("../README.md"), include_str!("../CONTRIBUTING.md"), include_str!("gpu_model.rs"));
+    let mut tokens = Tokenizer::from_checkpoint(&checkpoint).unwrap().encode(text, ControlTokens::AsText).unwrap();
+    tokens.truncate(1100);
+    let weights = Arc::new(Weights::bind(&checkpoint, config, &mut |_, _| {}, &Cancel::default()).unwrap());
+    let mut model = load(Source::Weights(&weights), 1);
+
+    let exact = cpu_logits(&weights, Precision::Float32, cpu::Path::Fast, &tokens);
+    let rounded = cpu_logits(&weights, Precision::Bfloat16, cpu::Path::Fast, &tokens);
+    let found = forward_all(&mut model, &tokens);
+    let vocab = weights.config.vocab_size;
+    let (gpu, cpu) = (mean_kl(&exact, &found, vocab), mean_kl(&exact, &rounded, vocab));
+    let best = |logits: &[f32]| -> Vec<usize> {
+        let best = |row: &[f32]| (0..vocab).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap();
+        logits.chunks_exact(vocab).map(best).collect()
+    };
+    let (gpu_best, cpu_best) = (best(&found), best(&rounded));
+    let equal = gpu_best.iter().zip(&cpu_best).filter(|(a, b)| a == b).count();
+    println!("GPU {gpu:.3e}, CPU {cpu:.3e}, {equal} of {} first choices are the same", tokens.len());
+    assert!(gpu <= 1.1 * cpu, "{gpu} against {cpu}");
+    assert!(equal * 1000 >= 995 * tokens.len(), "{equal} of {}", tokens.len());
+}
+
+/// Models of both paths and all formats that the device can make itself, with room for 8 sequences.
+fn synthetic_models() -> Vec<(FlintConfig, DType)> {
+    // Both have full and sliding layers, dense and mixed.
+    let small = configs(true).pop().unwrap();
+    let full_width = FlintConfig::flint(4, 1024);
+    vec![
+        (small.clone(), DType::F32),
+        (small.clone(), DType::Bf16),
+        (small, DType::Nvfp4),
+        (full_width.clone(), DType::Bf16),
+        (full_width, DType::Nvfp4),
+    ]
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn weights_made_on_the_device_are_those_made_on_the_host() {
+    let mut random = Random::fresh();
+    for (config, dtype) in synthetic_models() {
+        let tokens = random.tokens(20, config.vocab_size);
+        let weights = Weights::synthetic(config.clone(), 9, dtype).unwrap();
+        let uploaded = forward_all(&mut load(Source::Weights(&weights), 1), &tokens);
+        let made = forward_all(&mut load(Source::Synthetic { config: &config, seed: 9, dtype }, 1), &tokens);
+        assert!(bits(&uploaded) == bits(&made), "{dtype}, hidden size {}", config.hidden_size);
+        let other = forward_all(&mut load(Source::Synthetic { config: &config, seed: 10, dtype }, 1), &tokens);
+        assert!(bits(&uploaded) != bits(&other));
+    }
+}
+
+/// Feeds 8 sequences of different lengths, then runs them together; returns each one's logits, `[steps, V]`.
+fn in_a_batch(model: &mut GpuModel, prompts: &[Vec<u32>], steps: usize) -> Vec<Vec<f32>> {
+    let vocab = model.config().vocab_size;
+    let ids: Vec<SequenceId> = prompts.iter().map(|_| model.add_sequence().unwrap()).collect();
+    for (&id, prompt) in ids.iter().zip(prompts) {
+        for &token in &prompt[..prompt.len() - steps] {
+            model.feed(&[(id, token)]).unwrap();
+        }
+    }
+    let mut logits = vec![Vec::new(); prompts.len()];
+    for step in 0..steps {
+        // Rows change places, and the last steps leave the first sequence out.
+        let skip = usize::from(step >= steps / 2 && prompts.len() > 1);
+        let mut order: Vec<usize> = (skip..prompts.len()).collect();
+        order.rotate_left(step % prompts.len().min(3));
+        let next = |&i: &usize| (ids[i], prompts[i][prompts[i].len() - steps + step]);
+        let rows: Vec<_> = order.iter().map(next).collect();
+        let found = model.forward(&rows).unwrap();
+        for (&i, found) in order.iter().zip(found.chunks_exact(vocab)) {
+            logits[i].extend_from_slice(found);
+        }
+    }
+    for id in ids {
+        model.remove_sequence(id);
+    }
+    logits
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn a_sequence_is_the_same_alone_and_in_any_batch_however_it_is_launched() {
+    const STEPS: usize = 12;
+    let mut random = Random::fresh();
+    for (config, dtype) in synthetic_models() {
+        let mut model = load(Source::Synthetic { config: &config, seed: 3, dtype }, 8);
+        let lengths = [1, 7, 52, 64, 100, 130, 300, 601];
+        let prompts: Vec<Vec<u32>> = lengths.iter().map(|n| random.tokens(n + STEPS, config.vocab_size)).collect();
+        let batch = in_a_batch(&mut model, &prompts, STEPS);
+        for (prompt, batch) in prompts.iter().zip(&batch) {
+            let alone = in_a_batch(&mut model, std::slice::from_ref(prompt), STEPS).remove(0);
+            assert!(bits(&alone[..batch.len()]) == bits(batch), "{dtype}: {} tokens alone", prompt.len());
+        }
+        for (pdl, graphs) in [(false, true), (true, false), (false, false)] {
+            model.set_options(RunOptions { pdl, graphs });
+            let again = in_a_batch(&mut model, &prompts, STEPS);
+            assert!(
+                again.iter().map(|x| bits(x)).eq(batch.iter().map(|x| bits(x))),
+                "{dtype}: PDL {pdl}, graphs {graphs}"
+            );
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn the_decode_loop_feeds_itself_what_the_logits_say() {
+    const TOKENS: usize = 150;
+    let mut random = Random::fresh();
+    let greedy = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
+    for (config, dtype) in synthetic_models() {
+        let mut model = load(Source::Synthetic { config: &config, seed: 4, dtype }, 3);
+        let vocab = config.vocab_size;
+        let start = SampleStart::new(&greedy, 1, [&[], &[]], &[], vocab, 0).unwrap();
+        let ids: Vec<_> = (0..3).map(|_| model.add_sequence().unwrap()).collect();
+        // The rows begin at different positions of a block.
+        for (row, &id) in ids.iter().enumerate() {
+            for token in random.tokens(40 * row, vocab) {
+                model.feed(&[(id, token)]).unwrap();
+            }
+        }
+        let first = random.tokens(3, vocab);
+        let rows: Vec<_> = ids.iter().zip(&first).map(|(&id, &token)| (id, token, &start)).collect();
+        model.begin_decode(&rows).unwrap();
+        let mut chosen = vec![first];
+        while chosen.len() <= TOKENS {
+            // The host knows the token of one step only when the next is on its way.
+            if chosen.len() < TOKENS {
+                model.continue_decode().unwrap();
+            }
+            let records = model.read_step().unwrap().expect("a step is on its way");
+            chosen.push(records.iter().map(|record| record.sampled(&greedy, 0).unwrap().token_id).collect());
+        }
+        assert!(model.read_step().unwrap().is_none());
+
+        // The first row began with nothing before it: fed the same tokens by the host, it has these as its largest logits.
+        for id in ids {
+            model.remove_sequence(id);
+        }
+        let id = model.add_sequence().unwrap();
+        for step in 0..TOKENS {
+            let logits = model.forward(&[(id, chosen[step][0])]).unwrap();
+            let best = (0..vocab).rev().max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
+            assert_eq!(best as u32, chosen[step + 1][0], "{dtype}, step {step}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn misuse_is_refused_and_changes_nothing() {
+    let config = configs(true).swap_remove(0);
+    let limits = Limits { sequences: 2, context_tokens: 5, vocab_tokens: config.vocab_size };
+    let source = Source::Synthetic { config: &config, seed: 1, dtype: DType::Bf16 };
+    let mut model = GpuModel::load(source, limits, RunOptions::default(), &mut |_, _| {}, &Cancel::default()).unwrap();
+    let (a, b) = (model.add_sequence().unwrap(), model.add_sequence().unwrap());
+    let text = |result: flint_rs::Result<Vec<f32>>| result.unwrap_err().to_string();
+    let third = model.add_sequence().unwrap_err().to_string();
+    assert_eq!(third, "another sequence is not available: all 2 sequences of the plan are in use");
+    assert_eq!(text(model.forward(&[])), "rows: expected 1 to 2, found 0");
+    assert_eq!(text(model.forward(&[(a, 97)])), "tokens: expected ids below 97, found 97");
+    assert!(text(model.forward(&[(a, 1), (a, 2)])).starts_with("rows[1]: expected each sequence once"));
+    assert_eq!((model.sequence_len(a), model.sequence_len(b)), (0, 0));
+    for token in 0..5 {
+        model.forward(&[(a, token)]).unwrap();
+    }
+    assert_eq!(text(model.forward(&[(b, 1), (a, 5)])), "rows[1]: expected at most 5, found 6 positions");
+    assert_eq!((model.sequence_len(a), model.sequence_len(b)), (5, 0));
+    model.remove_sequence(a);
+    assert!(text(model.forward(&[(a, 1)])).starts_with("rows[0]: expected a sequence of this model"));
+    assert!(model.add_sequence().is_ok());
+    // The ring has four lines.
+    model.remove_sequence(b);
+    let c = model.add_sequence().unwrap();
+    let start = SampleStart::new(&SamplingParams::default(), 1, [&[], &[]], &[], 97, 0).unwrap();
+    model.begin_decode(&[(c, 1, &start)]).unwrap();
+    for _ in 0..3 {
+        model.continue_decode().unwrap();
+    }
+    assert!(model.continue_decode().unwrap_err().to_string().starts_with("continue_decode: expected at most 3"));
+    model.read_step().unwrap().unwrap();
+    model.continue_decode().unwrap();
+    model.read_step().unwrap().unwrap();
+    assert!(!model.can_continue());
+    assert!(model.continue_decode().unwrap_err().to_string().starts_with("rows[0]: expected at most 5"));
+}

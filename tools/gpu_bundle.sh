@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Builds the GPU tests and the GPU bench, stripped, with tools/gpu_check.sh into dist/gpu: a folder that runs on a machine
+# with a GPU, a driver and a C library of this age or newer, and no Rust. FLINT_RS_CUDA_TARGETS may name the card's target alone.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+out=dist/gpu
+rm -rf "$out"
+mkdir -p "$out"
+
+{
+    cargo test --locked --no-run --test 'gpu_*' --message-format=json-render-diagnostics
+    cargo build --locked --bench gpu_report --message-format=json-render-diagnostics
+} | python3 -c '
+import json, sys
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get("executable") and message["target"]["name"].startswith("gpu_"):
+        print(message["target"]["name"], message["executable"])
+' | while read -r name executable; do
+    strip -o "$out/$name" "$executable"
+done
+
+cp tools/gpu_check.sh "$out/"
+git rev-parse HEAD > "$out/commit"
+du -sh "$out"
