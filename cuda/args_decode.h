@@ -1,11 +1,11 @@
-// Argument structs of the fast decode path's products; src/kernels/decode.rs mirrors them. Addresses of weights point at
-// tiles (layout.cuh). B is the number of rows in use, at most the NB that a kernel was compiled for.
+// Argument structs of the fast decode path's products; src/kernels/decode.rs mirrors them. Addresses of weights point
+// at tiles (layout.cuh). B is the number of rows in use, at most the NB that a kernel was compiled for.
 #pragma once
+
+#include <cuda_bf16.h>
 
 #include <cstddef>
 #include <cstdint>
-
-#include <cuda_bf16.h>
 
 // The residual stream and its norm, in front of a product.
 struct NormArgs {
@@ -20,11 +20,11 @@ struct NormArgs {
 static_assert(sizeof(NormArgs) == 48);
 
 struct DecodeLinearArgs {
-    NormArgs norm;             // for kernels that norm their input; else only rows counts
-    const __nv_bfloat16* x;    // [B, k] for kernels that do not
-    const uint8_t* weights;    // [strips, k / 512] tiles
-    const float2* scales;      // [strips] of rows 0-7 and of rows 8-15
-    void* out;                 // [B, out_stride]
+    NormArgs norm;           // for kernels that norm their input; else only rows counts
+    const __nv_bfloat16* x;  // [B, k] for kernels that do not
+    const uint8_t* weights;  // [strips, k / 512] tiles
+    const float2* scales;    // [strips] of rows 0-7 and of rows 8-15
+    void* out;               // [B, out_stride]
     uint32_t strips;
     uint32_t out_stride;
 };
@@ -33,33 +33,33 @@ static_assert(sizeof(DecodeLinearArgs) == 88 && offsetof(DecodeLinearArgs, x) ==
 
 struct DecodeRouterArgs {
     NormArgs norm;
-    const float* router;           // [256, D]
-    float* logits;                 // [B, 256]
-    const uint8_t* shared_gate_up; // [128, 4] tiles, gate rows and up rows
-    const float2* shared_scales;   // [128] gate, up
-    __nv_bfloat16* act_shared;     // [B, 1024]
+    const float* router;            // [256, D]
+    float* logits;                  // [B, 256]
+    const uint8_t* shared_gate_up;  // [128, 4] tiles, gate rows and up rows
+    const float2* shared_scales;    // [128] gate, up
+    __nv_bfloat16* act_shared;      // [B, 1024]
 };
 static_assert(sizeof(DecodeRouterArgs) == 88);
 
 struct DecodeExpertsUpArgs {
-    const __nv_bfloat16* x;   // [B, D] normed
-    const float* logits;      // [B, 256]
-    const uint8_t* gate_up;   // [256, 64, 4] tiles
-    const float2* scales;     // [256] gate, up
-    __nv_bfloat16* act;       // [B, 6, 512] by slot
-    uint32_t rows;            // B
+    const __nv_bfloat16* x;  // [B, D] normed
+    const float* logits;     // [B, 256]
+    const uint8_t* gate_up;  // [256, 64, 4] tiles
+    const float2* scales;    // [256] gate, up
+    __nv_bfloat16* act;      // [B, 6, 512] by slot
+    uint32_t rows;           // B
     uint32_t reserved;
 };
 static_assert(sizeof(DecodeExpertsUpArgs) == 48);
 
 struct DecodeDownArgs {
-    const float* logits;                // [B, 256]
-    const uint8_t* down;                // [256, 128] tiles
-    const float* scales;                // [256]
-    const uint8_t* shared_down;         // [128, 2] tiles
-    const __nv_bfloat16* act;           // [B, 6, 512] by slot
-    const __nv_bfloat16* act_shared;    // [B, 1024]
-    __nv_bfloat16* delta;               // [B, D]
+    const float* logits;              // [B, 256]
+    const uint8_t* down;              // [256, 128] tiles
+    const float* scales;              // [256]
+    const uint8_t* shared_down;       // [128, 2] tiles
+    const __nv_bfloat16* act;         // [B, 6, 512] by slot
+    const __nv_bfloat16* act_shared;  // [B, 1024]
+    __nv_bfloat16* delta;             // [B, D]
     float shared_scale;
     uint32_t rows;  // B
 };

@@ -62,7 +62,7 @@ struct DecodeSampleArgs {
     SampleRow* rows;        // [B]
     const uint32_t* masks;  // [8, 2, ceil(V / 32)] bit v % 32 of word v / 32 is set for tokens that may be chosen; the
                             // second half counts while fewer than min_tokens stand. Read if kSampleMasked
-    const float* bias;  // [8, V] read if kSampleBiased
+    const float* bias;      // [8, V] read if kSampleBiased
     uint32_t* seen;    // [8, V] 0, or 1 + times in the output for tokens of prompt and output. Used if kSamplePenalised
     float* workspace;  // [B, V], or null: then dynamic shared memory holds a block's part
     uint32_t* tokens;  // [B]

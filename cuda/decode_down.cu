@@ -7,9 +7,9 @@
 //      act [B, 6, 512] bf16 by slot; act_shared [B, 1024] bf16
 // out  delta [B, 2048] bf16
 //
-// launch   grid 128: a block owns 16 outputs; 8 warps take its tiles in turn, one of each listed expert, then the shared two
-// bound    memory: (distinct experts + 2) * 128 tiles; at one row the latency of the chain
-// PDL      the experts are chosen, and the first tiles requested, before the wait: the logits are older than the kernel
+// launch   grid 128: a block owns 16 outputs; 8 warps take its tiles in turn, one of each listed expert, then the
+// shared two bound    memory: (distinct experts + 2) * 128 tiles; at one row the latency of the chain PDL      the
+// experts are chosen, and the first tiles requested, before the wait: the logits are older than the kernel
 //          that this one waits for
 #include "gemv.cuh"
 #include "routing.cuh"
@@ -26,8 +26,8 @@ constexpr int kParts = kChosen + kSharedTiles;  // sums of one output: slots, th
 template <typename Tile, int NB>
 __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
     extern __shared__ __align__(16) uint8_t shared[];
-    uint8_t* x_experts = shared;                                           // [NB * 6] rows of 512
-    uint8_t* x_shared = x_experts + NB * kChosen * x_stride(kWidth);       // [NB] rows of 1024
+    uint8_t* x_experts = shared;                                                     // [NB * 6] rows of 512
+    uint8_t* x_shared = x_experts + NB * kChosen * x_stride(kWidth);                 // [NB] rows of 1024
     float* sums = reinterpret_cast<float*>(x_shared + NB * x_stride(kSharedWidth));  // [NB, kParts, 16]
     Routing<NB>& routing = *reinterpret_cast<Routing<NB>*>(sums + NB * kParts * 16);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -91,10 +91,10 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
 
 }  // namespace
 
-#define DECODE_DOWN(FORMAT, TILE, NB)                                                                        \
-    extern "C" __global__ void __launch_bounds__(kWarps * 32)                                                \
-        decode_down_##FORMAT##_##NB(const __grid_constant__ DecodeDownArgs args) {                           \
-        decode_down<TILE, NB>(args);                                                                         \
+#define DECODE_DOWN(FORMAT, TILE, NB)                                              \
+    extern "C" __global__ void __launch_bounds__(kWarps * 32)                      \
+        decode_down_##FORMAT##_##NB(const __grid_constant__ DecodeDownArgs args) { \
+        decode_down<TILE, NB>(args);                                               \
     }
 
 DECODE_DOWN(nvfp4, Nvfp4Tile, 1)

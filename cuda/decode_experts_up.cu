@@ -5,7 +5,8 @@
 // in   x [B, 2048] bf16 normed; logits [B, 256] f32; gate_up [256, 64, 4] tiles; scales [256] x 2 f32 (gate, up)
 // out  act [B, 6, 512] bf16
 //
-// launch   grid 128, 12 warps: 3 groups of 4 warps that split k; a group takes (listed expert, strip) pairs in turn. An expert
+// launch   grid 128, 12 warps: 3 groups of 4 warps that split k; a group takes (listed expert, strip) pairs in turn. An
+// expert
 //          that several rows chose is read once
 // bound    memory: distinct experts * 64 * 4 tiles; at one row the latency: ids are known only after the wait
 // PDL      nothing can be requested before the wait: router logits come from the kernel before
@@ -74,10 +75,10 @@ __device__ __forceinline__ void decode_experts_up(const DecodeExpertsUpArgs& arg
 
 }  // namespace
 
-#define DECODE_EXPERTS_UP(FORMAT, TILE, NB)                                                                    \
-    extern "C" __global__ void __launch_bounds__(kWarps * 32)                                                  \
-        decode_experts_up_##FORMAT##_##NB(const __grid_constant__ DecodeExpertsUpArgs args) {                  \
-        decode_experts_up<TILE, NB>(args);                                                                     \
+#define DECODE_EXPERTS_UP(FORMAT, TILE, NB)                                                   \
+    extern "C" __global__ void __launch_bounds__(kWarps * 32)                                 \
+        decode_experts_up_##FORMAT##_##NB(const __grid_constant__ DecodeExpertsUpArgs args) { \
+        decode_experts_up<TILE, NB>(args);                                                    \
     }
 
 DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 1)

@@ -63,9 +63,9 @@ __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
         sum.clear();
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const uint8_t* next = i + 1 < kEach                        ? tile_at(strip, i + 1)
-                                  : strip + step < int(args.strips)    ? tile_at(strip + step, 0)
-                                                                       : nullptr;
+            const uint8_t* next = i + 1 < kEach                     ? tile_at(strip, i + 1)
+                                  : strip + step < int(args.strips) ? tile_at(strip + step, 0)
+                                                                    : nullptr;
             multiply_tile(tile, sum, lane_inputs<NB>(shared, kK, split * kEach + i, lane), next, lane);
         }
         // Two sets of sums in turn: a warp that is a strip ahead does not overwrite what the others still read.
@@ -104,17 +104,17 @@ __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
 }  // namespace
 
 // One kernel a number of rows and format. BF16 tiles take 128 registers, which is what bounds the warps of a block.
-#define DECODE_LINEAR(NAME, FORMAT, TILE, NB, BEFORE, AFTER, K, SPLIT, GROUPS)                                     \
-    extern "C" __global__ void __launch_bounds__(SPLIT * GROUPS * 32)                                              \
-        NAME##_##FORMAT##_##NB(const __grid_constant__ DecodeLinearArgs args) {                                    \
-        decode_linear<TILE, NB, Before::BEFORE, After::AFTER, K, SPLIT, GROUPS>(args);                             \
+#define DECODE_LINEAR(NAME, FORMAT, TILE, NB, BEFORE, AFTER, K, SPLIT, GROUPS)         \
+    extern "C" __global__ void __launch_bounds__(SPLIT * GROUPS * 32)                  \
+        NAME##_##FORMAT##_##NB(const __grid_constant__ DecodeLinearArgs args) {        \
+        decode_linear<TILE, NB, Before::BEFORE, After::AFTER, K, SPLIT, GROUPS>(args); \
     }
 
-#define DECODE_LINEARS(FORMAT, TILE, NB)                                                  \
-    DECODE_LINEAR(decode_qkv, FORMAT, TILE, NB, kNorm, kBf16, 2048, 4, 2)                  \
-    DECODE_LINEAR(decode_o, FORMAT, TILE, NB, kPlain, kBf16, 4096, 8, 1)                   \
-    DECODE_LINEAR(decode_dense_up, FORMAT, TILE, NB, kNorm, kSwiGlu, 2048, 4, 2)           \
-    DECODE_LINEAR(decode_dense_down, FORMAT, TILE, NB, kPlain, kBf16, 6144, 6, 1)          \
+#define DECODE_LINEARS(FORMAT, TILE, NB)                                          \
+    DECODE_LINEAR(decode_qkv, FORMAT, TILE, NB, kNorm, kBf16, 2048, 4, 2)         \
+    DECODE_LINEAR(decode_o, FORMAT, TILE, NB, kPlain, kBf16, 4096, 8, 1)          \
+    DECODE_LINEAR(decode_dense_up, FORMAT, TILE, NB, kNorm, kSwiGlu, 2048, 4, 2)  \
+    DECODE_LINEAR(decode_dense_down, FORMAT, TILE, NB, kPlain, kBf16, 6144, 6, 1) \
     DECODE_LINEAR(decode_lm_head, FORMAT, TILE, NB, kNorm, kF32, 2048, 1, 8)
 
 DECODE_LINEARS(nvfp4, Nvfp4Tile, 1)

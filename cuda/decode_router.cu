@@ -85,10 +85,10 @@ __device__ __forceinline__ void decode_router(const DecodeRouterArgs& args) {
 
 }  // namespace
 
-#define DECODE_ROUTER(FORMAT, TILE, NB)                                                                       \
-    extern "C" __global__ void __launch_bounds__(kWarps * 32)                                                 \
-        decode_router_##FORMAT##_##NB(const __grid_constant__ DecodeRouterArgs args) {                        \
-        decode_router<TILE, NB>(args);                                                                        \
+#define DECODE_ROUTER(FORMAT, TILE, NB)                                                \
+    extern "C" __global__ void __launch_bounds__(kWarps * 32)                          \
+        decode_router_##FORMAT##_##NB(const __grid_constant__ DecodeRouterArgs args) { \
+        decode_router<TILE, NB>(args);                                                 \
     }
 
 DECODE_ROUTER(nvfp4, Nvfp4Tile, 1)

@@ -1,4 +1,5 @@
-// Parts of the fast decode path's products: inputs to shared memory, with or without the norm in front; sums across warps.
+// Parts of the fast decode path's products: inputs to shared memory, with or without the norm in front; sums across
+// warps.
 #pragma once
 
 #include "args_decode.h"
@@ -13,7 +14,8 @@ constexpr int kNormGroups = kHidden / kNormGroup;
 __host__ __device__ constexpr int x_stride(int k) { return 2 * k + 16; }
 
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
+                 "l"(global)
                  : "memory");
 }
 
@@ -54,8 +56,8 @@ __device__ __forceinline__ uint4 pack_8(const float (&s)[8]) {
 // normed = round(w * (s * rsqrt(mean(s^2) + eps))), s = delta + residual, to shared memory; block 0 also writes the new
 // residual stream and, if wanted, the normed rows. `sums` is [NB, kNormGroups] of shared memory. Ends synchronised.
 //
-// A lane squares and adds its 8 values in order, a warp adds its 32 lanes by shuffles, and the 8 sums of a row are added in
-// order: the same bits for every number of rows and warps.
+// A lane squares and adds its 8 values in order, a warp adds its 32 lanes by shuffles, and the 8 sums of a row are
+// added in order: the same bits for every number of rows and warps.
 template <int NB, int kWarps>
 __device__ __forceinline__ void stage_normed(uint8_t* shared, float* sums, const NormArgs& args) {
     constexpr int kPairs = NB * kNormGroups;  // (row, group)
@@ -101,7 +103,8 @@ __device__ __forceinline__ void stage_normed(uint8_t* shared, float* sums, const
 #pragma unroll
         for (int i = 0; i < kNormGroups; ++i) total += sums[row * kNormGroups + i];
         const float scale = 1.0f / sqrtf(total / kHidden + args.eps);
-        const float4 low = weight[(group * kNormGroup + 8 * lane) / 4], high = weight[(group * kNormGroup + 8 * lane) / 4 + 1];
+        const float4 low = weight[(group * kNormGroup + 8 * lane) / 4],
+                     high = weight[(group * kNormGroup + 8 * lane) / 4 + 1];
         const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int i = 0; i < 8; ++i) s[i] = w[i] * (s[i] * scale);

@@ -2,10 +2,11 @@
 // heads.
 //
 //   general_qkv_finish  q = rope(norm(q)) in place; cache[position] = rope(norm(k)), v      each rounded to bf16
-//   general_attention   attn = sum p[i] v[i] / (sum p[i] + exp(sink - m)), p[i] = exp(scale q . k[i] - m)
+//   general_attention   attn = round(sum p[i] v[i]), p[i] = round(exp(s[i] - m) / (sum exp(s[j] - m) + exp(sink - m))),
+//                       s[i] = scale q . k[i], m the largest of s and sink
 //
 // in, out  see args_general.h; kv per block and layer: K [G, 64 positions, head_dim], V [G, head_dim, 64 positions],
-// bf16 p is rounded to bf16 for the product with v, relative to the maximum so far; all else is fp32.
+// bf16; all else is fp32.
 //
 // launch   general_qkv_finish: grid (ceil((H + 2 G) / 8), B), a warp a head; general_attention: grid (H, B); block 256
 // order    blocks of 64 positions one after the other; a lane has two positions of each, and lanes add at the end
@@ -88,13 +89,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int d = threadIdx.x; d < head_dim; d += kThreads) q[d] = __bfloat162float(qkv[d]);
     __syncthreads();
 
-    // Each warp has dims warp, warp + 8, ...; each lane positions 2 lane and 2 lane + 1 of every block.
-    float out[kMaxHeadDim / kWarps] = {};
-    float top = -INFINITY, sum = 0;
-    for (int index = start / kBlock; index <= position / kBlock; ++index) {
-        const __nv_bfloat16* k = static_cast<const __nv_bfloat16*>(args.kv) + blocks[index] * args.block_stride +
-                                 uint64_t(kv_head) * kBlock * head_dim;
-        const __nv_bfloat16* v = k + uint64_t(n_kv_heads) * kBlock * head_dim;
+    // Keys of a block, then its values.
+    auto keys_of = [&](int index) {
+        return static_cast<const __nv_bfloat16*>(args.kv) + blocks[index] * args.block_stride +
+               uint64_t(kv_head) * kBlock * head_dim;
+    };
+    // The scores of positions 2 lane and 2 lane + 1 of a block, in every warp; minus infinity where nothing is seen.
+    auto score = [&](int index) {
+        const __nv_bfloat16* k = keys_of(index);
         float* block_scores = scores[index % 2];
         for (int i = warp; i < kBlock; i += kWarps) {
             const int at = index * kBlock + i;
@@ -109,40 +111,50 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         // The scores of the block after next overwrite these: by then every warp has passed the next barrier.
         __syncthreads();
+        return make_float2(block_scores[2 * lane], block_scores[2 * lane + 1]);
+    };
 
-        const float first = block_scores[2 * lane], second = block_scores[2 * lane + 1];
-        float max = fmaxf(first, second);
+    // The reference divides before it rounds a probability, so the largest score and the sum come first, and the scores
+    // are computed twice.
+    const int first_block = start / kBlock, last_block = position / kBlock;
+    float top = args.sinks[head], sum = 0;
+    const float sink = top;
+    for (int index = first_block; index <= last_block; ++index) {
+        const float2 two = score(index);
+        float max = fmaxf(two.x, two.y);
 #pragma unroll
         for (int i = 16; i > 0; i /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, i));
         max = fmaxf(max, top);
-        const float rescale = expf(top - max);
+        sum = sum * expf(top - max) + (expf(two.x - max) + expf(two.y - max));
         top = max;
-        const float p_first = expf(first - max), p_second = expf(second - max);
-        sum = sum * rescale + (p_first + p_second);
-        const float w_first = round_bf16(p_first), w_second = round_bf16(p_second);
+    }
+    sum = warp_sum(sum) + expf(sink - top);
+    __syncthreads();
+
+    // Each warp has dims warp, warp + 8, ...
+    float out[kMaxHeadDim / kWarps] = {};
+    for (int index = first_block; index <= last_block; ++index) {
+        const float2 two = score(index);
+        const float p_first = round_bf16(expf(two.x - top) / sum), p_second = round_bf16(expf(two.y - top) / sum);
+        const __nv_bfloat16* v = keys_of(index) + uint64_t(n_kv_heads) * kBlock * head_dim;
 #pragma unroll
         for (int j = 0; j < kMaxHeadDim / kWarps; ++j) {
             const int d = warp + kWarps * j;
             if (d >= head_dim) break;
             const __nv_bfloat162 pair = *reinterpret_cast<const __nv_bfloat162*>(v + d * kBlock + 2 * lane);
             // What was never written may be NaN.
-            const float v_first = first == -INFINITY ? 0.0f : __low2float(pair);
-            const float v_second = second == -INFINITY ? 0.0f : __high2float(pair);
-            out[j] = out[j] * rescale + (w_first * v_first + w_second * v_second);
+            const float v_first = two.x == -INFINITY ? 0.0f : __low2float(pair);
+            const float v_second = two.y == -INFINITY ? 0.0f : __high2float(pair);
+            out[j] += p_first * v_first + p_second * v_second;
         }
     }
 
-    sum = warp_sum(sum);
-    const float sink = args.sinks[head];
-    const float share_top = fmaxf(top, sink);
-    const float share = expf(top - share_top);
-    const float scale = share / (sum * share + expf(sink - share_top));
     __nv_bfloat16* attn = static_cast<__nv_bfloat16*>(args.attn) + (uint64_t(row) * n_heads + head) * head_dim;
 #pragma unroll
     for (int j = 0; j < kMaxHeadDim / kWarps; ++j) {
         const int d = warp + kWarps * j;
         if (d >= head_dim) break;
-        const float value = warp_sum(out[j]) * scale;
+        const float value = warp_sum(out[j]);
         if (lane == 0) attn[d] = __float2bfloat16_rn(value);
     }
 }

@@ -1,14 +1,15 @@
 // The packed weight layouts of the fast decode path, and what turns them into tensor-core operands.
 //
-// A matrix [rows, k] is cut into strips of 16 rows, and a strip into tiles of 512 inputs that follow each other along k:
+// A matrix [rows, k] is cut into strips of 16 rows, and a strip into tiles of 512 inputs that follow each other along
+// k:
 //
 //   tile (strip, kt) at  ((strip * k / 512) + kt) * kBytes
 //
 // Lane L = 4g + t of a warp (g = 0..7, t = 0..3) owns 16 bytes of each 512-byte line of a tile, so every load is a
 // coalesced 16 bytes a lane. In chunk i (64 inputs) the lane holds the 16 inputs k = 64 i + 16 t + 0..15 of rows g and
-// g + 8, which is exactly one NVFP4 group of each row. mma j of the chunk (j = 0..3) takes inputs 4j .. 4j+3 of those 16,
-// so the A fragment is a0 = row g, inputs 4j, 4j+1; a1 = row g + 8, the same; a2 = row g, 4j+2, 4j+3; a3 = row g + 8, and
-// the B fragment of token column g is 8 consecutive bytes of x: the permutation of k costs nothing.
+// g + 8, which is exactly one NVFP4 group of each row. mma j of the chunk (j = 0..3) takes inputs 4j .. 4j+3 of those
+// 16, so the A fragment is a0 = row g, inputs 4j, 4j+1; a1 = row g + 8, the same; a2 = row g, 4j+2, 4j+3; a3 = row g +
+// 8, and the B fragment of token column g is 8 consecutive bytes of x: the permutation of k costs nothing.
 //
 //   NVFP4 tile, 4,608 bytes                        BF16 tile, 16,384 bytes
 //        0  scales   lane: 16 bytes,                     0  chunk 0, mma 0   lane: a0 a1 a2 a3, 4 bytes each
@@ -78,9 +79,7 @@ struct Accumulator {
             for (int q = 0; q < 4; ++q) sets[j][q] = 0.0f;
     }
     // q: 0 = row g, column 2t; 1 = row g, 2t+1; 2 = row g+8, 2t; 3 = row g+8, 2t+1.
-    __device__ __forceinline__ float sum(int q) const {
-        return ((sets[0][q] + sets[1][q]) + sets[2][q]) + sets[3][q];
-    }
+    __device__ __forceinline__ float sum(int q) const { return ((sets[0][q] + sets[1][q]) + sets[2][q]) + sets[3][q]; }
 };
 
 // The 16 inputs of one token column that a lane needs in one chunk.
@@ -172,10 +171,12 @@ __device__ __forceinline__ void load_tile(Tile& tile, const uint8_t* address, in
     for (int i = 0; i < kChunks; ++i) tile.load_chunk(i, address, lane);
 }
 
-// Multiplies the tile in registers with x, and refills each chunk from `next` as soon as it is used up, so that nearly a
-// whole tile is always on its way. x points at the lane's 16 inputs of chunk 0: column g, byte 32 t of the tile's inputs.
+// Multiplies the tile in registers with x, and refills each chunk from `next` as soon as it is used up, so that nearly
+// a whole tile is always on its way. x points at the lane's 16 inputs of chunk 0: column g, byte 32 t of the tile's
+// inputs.
 template <typename Tile>
-__device__ __forceinline__ void multiply_tile(Tile& tile, Accumulator& sum, const uint4* x, const uint8_t* next, int lane) {
+__device__ __forceinline__ void multiply_tile(Tile& tile, Accumulator& sum, const uint4* x, const uint8_t* next,
+                                              int lane) {
     tile.begin();
     if (next) tile.load_scales(next, lane);
 #pragma unroll

@@ -1,4 +1,5 @@
-// The choice of experts from router logits, made again by every block that needs it: it is cheaper than one more kernel.
+// The choice of experts from router logits, made again by every block that needs it: it is cheaper than one more
+// kernel.
 #pragma once
 
 #include "common.cuh"
@@ -9,10 +10,10 @@ constexpr int kChosen = 6;  // K
 // The choices of NB rows, in shared memory.
 template <int NB>
 struct Routing {
-    int experts[NB][kChosen];     // ascending: slot s of a row is its s-th chosen expert by index
-    float weights[NB][kChosen];   // of the slots; they add up to 1
-    uint32_t masks[8];            // bit e % 32 of word e / 32: some row chose expert e
-    int list[NB * kChosen];       // the experts that some row chose, ascending
+    int experts[NB][kChosen];        // ascending: slot s of a row is its s-th chosen expert by index
+    float weights[NB][kChosen];      // of the slots; they add up to 1
+    uint32_t masks[8];               // bit e % 32 of word e / 32: some row chose expert e
+    int list[NB * kChosen];          // the experts that some row chose, ascending
     int8_t slots[NB * kChosen][NB];  // of list entry i: the slot of row n that chose it, or -1
     int n_list;
 };
