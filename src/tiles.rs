@@ -222,10 +222,14 @@ mod tests {
                 let word = &tile[512 * (1 + chunk) + 16 * lane + 4 * mma..][..4];
                 let pair = expand(u32::from_le_bytes(word.try_into().unwrap()), p);
                 for (i, code) in pair.into_iter().enumerate() {
-                    // In f64, so that 2^-126 times 2^118 is no subnormal on the way.
+                    // In f64, so that 2^-126 times 2^118 is no subnormal on the way; a zero may have either sign.
                     let value = f64::from(code) * f64::from(scale.to_f32()) * 256.0;
                     let col = kt * TILE_COLS + chunk * 64 + 16 * t + 4 * mma + 2 * (p / 2) + i;
-                    assert_eq!(value as f32, values[row][col], "row {row}, column {col}");
+                    assert_eq!(
+                        (value as f32).to_bits() << 1,
+                        values[row][col].to_bits() << 1,
+                        "row {row}, column {col}"
+                    );
                 }
             }
         }

@@ -2,6 +2,7 @@
 //! `cargo test` counts these as ignored; `make test-gpu` runs them.
 
 #![cfg(feature = "cuda")]
+#![allow(clippy::float_cmp, reason = "equal means the same bits")]
 
 mod cpu_support;
 mod kernel_support;
@@ -231,7 +232,7 @@ fn normed_product(family: &decode::Family, shape: LinearShape, after: After, row
                     let bound = |i: usize| 1e-5 * rms(&exact) + bf16_step(exact[i]) * 0.51;
                     assert_close("swiglu", found, &exact, bound);
                 } else {
-                    let exact: Vec<f32> = (0..matrices.len()).flat_map(|m| of(m)).copied().collect();
+                    let exact: Vec<f32> = (0..matrices.len()).flat_map(of).copied().collect();
                     check_product("product", found, &exact, after == After::Bf16);
                 }
             }
@@ -473,14 +474,14 @@ fn choices_at_the_edges() {
     let moe = Moe::new(&gpu, &mut random, kind, format);
     let edge = |f: &dyn Fn(usize) -> f32| (0..EXPERTS).map(f).collect::<Vec<f32>>();
     let rows = [
-        edge(&|_| 0.25),                                     // all equal: the first six
-        edge(&|e| if e < 250 { -3.0 } else { 2.0 }),         // the last six, equal
-        edge(&|e| if e % 51 == 7 { 40.0 } else { 30.0 }),    // scores that round to 1 for all
-        edge(&|_| -200.0),                                   // scores of 0 for all but ...
-        edge(&|e| (e as f32 * 0.7).sin()),                   // distinct
-        edge(&|e| if e >= 3 && e < 9 { 1.0 } else { -1.0 }), // across two lanes
-        edge(&|e| -(e as f32)),                              // falling
-        edge(&|e| e as f32 / 64.0),                          // rising
+        edge(&|_| 0.25),                                         // all equal: the first six
+        edge(&|e| if e < 250 { -3.0 } else { 2.0 }),             // the last six, equal
+        edge(&|e| if e % 51 == 7 { 40.0 } else { 30.0 }),        // scores that round to 1 for all
+        edge(&|_| -200.0),                                       // scores of 0 for all but ...
+        edge(&|e| (e as f32 * 0.7).sin()),                       // distinct
+        edge(&|e| if (3..9).contains(&e) { 1.0 } else { -1.0 }), // across two lanes
+        edge(&|e| -(e as f32)),                                  // falling
+        edge(&|e| e as f32 / 64.0),                              // rising
     ];
     let mut logits = rows.concat();
     // ... the row whose scores underflow: six of them do not.
