@@ -11,6 +11,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use rayon::ThreadPool;
 use tempfile::NamedTempFile;
 
 use self::encode::encode;
@@ -24,6 +25,7 @@ use crate::{
     config::FlintConfig,
     error::{Error, Result},
     nvfp4::BLOCK_LEN,
+    threads,
     tokenizer::TokenizerData,
     weights::{self, Item, MatrixData, Shape, Source, Spec},
 };
@@ -75,6 +77,7 @@ pub fn convert(
         plan(spec, item, options.weight_type, &mut tensors)?;
     }
 
+    let pool = threads::pool(None)?;
     let folder = dst.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let partial = temporary_file(folder).map_err(Error::io(folder))?;
     let file = partial.as_file().try_clone().map_err(Error::io(partial.path()))?;
@@ -86,7 +89,7 @@ pub fn convert(
         progress,
     };
     for (spec, item) in &items {
-        write_item(&mut out, spec, item, options.weight_type, cancel)?;
+        write_item(&mut out, spec, item, options.weight_type, &pool, cancel)?;
     }
     out.writer.finish().map_err(Error::io(&out.path))?;
     cancel.check()?;
@@ -223,7 +226,14 @@ fn plan(spec: &Spec, item: &Item, to: WeightType, tensors: &mut Vec<TensorInfo>)
 }
 
 /// Writes the tensors that [`plan`] announced for `spec`.
-fn write_item(out: &mut Output, spec: &Spec, item: &Item, to: WeightType, cancel: &Cancel) -> Result<()> {
+fn write_item(
+    out: &mut Output,
+    spec: &Spec,
+    item: &Item,
+    to: WeightType,
+    pool: &ThreadPool,
+    cancel: &Cancel,
+) -> Result<()> {
     let sources = match item {
         Item::Vector(values) => return out.write_floats(values),
         Item::Matrices(sources) => sources,
@@ -232,14 +242,14 @@ fn write_item(out: &mut Output, spec: &Spec, item: &Item, to: WeightType, cancel
     let mut scales = Vec::with_capacity(sources.len());
     for source in sources {
         cancel.check()?;
-        scales.push(write_matrix(out, source, dtype, cancel)?);
+        scales.push(write_matrix(out, source, dtype, pool, cancel)?);
     }
     if dtype == DType::Nvfp4 { out.write_floats(&scales) } else { Ok(()) }
 }
 
 /// Returns the tensor scale.
-fn write_matrix(out: &mut Output, source: &Source, dtype: DType, cancel: &Cancel) -> Result<f32> {
-    let matrix = source.load(cancel)?;
+fn write_matrix(out: &mut Output, source: &Source, dtype: DType, pool: &ThreadPool, cancel: &Cancel) -> Result<f32> {
+    let matrix = pool.install(|| source.load(cancel))?;
     match &matrix.data {
         MatrixData::Nvfp4 { blocks, scale } if dtype == DType::Nvfp4 => {
             for bytes in blocks.chunks(COPY_BYTES) {
@@ -248,7 +258,7 @@ fn write_matrix(out: &mut Output, source: &Source, dtype: DType, cancel: &Cancel
             }
             Ok(*scale)
         }
-        _ => encode(&matrix, source, dtype, cancel, &mut |bytes| out.write(bytes)),
+        _ => encode(&matrix, source, dtype, pool, cancel, &mut |bytes| out.write(bytes)),
     }
 }
 

@@ -8,6 +8,7 @@
 
 pub mod error;
 pub mod cancel;
+mod threads;
 pub mod nvfp4;
 pub mod checkpoint;
 pub mod config;

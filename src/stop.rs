@@ -11,8 +11,6 @@ pub enum Finish {
     EndToken(u32),
     /// One of the request's `stop_token_ids` stands last.
     StopToken(u32),
-    /// The stop string with this index in the request's `stop` was found.
-    StopString(usize),
     /// `max_tokens` stand.
     Length,
 }

@@ -30,6 +30,7 @@ use crate::{
     checkpoint::Checkpoint,
     config::{FlintConfig, Mlp},
     error::Result,
+    threads,
 };
 
 /// Bytes checked between two reports of progress.
@@ -145,6 +146,7 @@ impl Weights {
         progress: &mut dyn FnMut(u64, u64),
         cancel: &Cancel,
     ) -> Result<Self> {
+        let pool = threads::pool(None)?;
         let mut parts = Parts::default();
         let mut sources = Vec::new();
         for (spec, item) in resolve(checkpoint, &config)? {
@@ -166,7 +168,8 @@ impl Weights {
                 room
             };
             let (batch, tail) = rest.split_at(rest.iter().take_while(in_batch).count());
-            let loaded: Vec<_> = batch.par_iter().map(|(_, source)| source.load(cancel)).collect::<Result<_>>()?;
+            let load = || batch.par_iter().map(|(_, source)| source.load(cancel)).collect::<Result<Vec<_>>>();
+            let loaded = pool.install(load)?;
             for ((name, _), matrix) in batch.iter().zip(loaded) {
                 parts.matrices.entry(name.clone()).or_default().push(matrix);
             }

@@ -186,6 +186,30 @@ fn in_a_batch(model: &mut GpuModel, prompts: &[Vec<u32>], steps: usize) -> Vec<V
     logits
 }
 
+/// A sequence that goes to another row, takes a block there, and comes back: its first row's block table must follow.
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn a_row_that_a_sequence_comes_back_to_knows_its_blocks() {
+    let mut random = Random::fresh();
+    for (config, dtype) in synthetic_models() {
+        let mut model = load(Source::Synthetic { config: &config, seed: 5, dtype }, 2);
+        let tokens = random.tokens(80, config.vocab_size);
+        let (other, moving) = (model.add_sequence().unwrap(), model.add_sequence().unwrap());
+        let mut found = Vec::new();
+        for (step, &token) in tokens.iter().enumerate() {
+            // Row 1, then row 0 over the border of a block, then row 1 again.
+            if (60..70).contains(&step) {
+                found.extend(model.forward(&[(moving, token)]).unwrap());
+            } else {
+                let both = model.forward(&[(other, tokens[0]), (moving, token)]).unwrap();
+                found.extend_from_slice(&both[config.vocab_size..]);
+            }
+        }
+        let alone = forward_all(&mut load(Source::Synthetic { config: &config, seed: 5, dtype }, 1), &tokens);
+        assert!(bits(&found) == bits(&alone), "{dtype}, hidden size {}", config.hidden_size);
+    }
+}
+
 #[test]
 #[ignore = "needs a CUDA GPU: make test-gpu"]
 fn a_sequence_is_the_same_alone_and_in_any_batch_however_it_is_launched() {

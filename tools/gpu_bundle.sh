@@ -22,5 +22,7 @@ for line in sys.stdin:
 done
 
 cp tools/gpu_check.sh "$out/"
+mkdir -p "$out/python/flint_rs"
+cp -r python/flint_rs/models "$out/python/flint_rs/"
 git rev-parse HEAD > "$out/commit"
 du -sh "$out"

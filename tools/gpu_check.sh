@@ -19,6 +19,9 @@ out=$1
 shift
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$out"
+out=$(cd "$out" && pwd)
+# Where the tests look for the model that ships.
+cd "$here"
 failed=0
 
 run() { # NAME COMMAND...: its output goes to the log of that name, and the result to the summary

@@ -39,7 +39,8 @@ def resolve(path_or_repo: str | os.PathLike[str]) -> Path:
         raise TypeError(msg)
     path = Path(path_or_repo)
     match = _REPOSITORY.fullmatch(path_or_repo) if isinstance(path_or_repo, str) else None
-    if match is None or path.exists():
+    # `models/flint.gguf` is a mistyped path: no repository is named like a file.
+    if match is None or path.exists() or match["repo"].endswith((".gguf", ".safetensors")):
         return path
     return _download(match["repo"], match["file"])
 

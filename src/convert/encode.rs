@@ -1,7 +1,7 @@
 //! One matrix from any type to F32, BF16 or NVFP4, by blocks of rows on all cores.
 
 use half::bf16;
-use rayon::prelude::*;
+use rayon::{ThreadPool, prelude::*};
 
 use crate::{
     cancel::Cancel,
@@ -20,6 +20,7 @@ pub(super) fn encode(
     matrix: &Matrix,
     source: &Source,
     dtype: DType,
+    pool: &ThreadPool,
     cancel: &Cancel,
     write: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<f32> {
@@ -28,20 +29,20 @@ pub(super) fn encode(
         let found = format!("{} in row {row}, column {}", bad.value, bad.index);
         Error::format(&source.file, &source.tensor, expected, found)
     };
-    let scale = if dtype == DType::Nvfp4 { nvfp4::tensor_scale(amax(matrix, &refuse, cancel)?) } else { 1.0 };
+    let scale =
+        if dtype == DType::Nvfp4 { nvfp4::tensor_scale(pool.install(|| amax(matrix, &refuse, cancel))?) } else { 1.0 };
     let row_bytes = matrix.cols / dtype.block_len() * dtype.block_bytes();
     let chunk_rows = (CHUNK_VALUES / matrix.cols).max(1);
     let mut bytes = Vec::new();
     for first in (0..matrix.rows).step_by(chunk_rows) {
         bytes.resize(chunk_rows.min(matrix.rows - first) * row_bytes, 0);
-        bytes.par_chunks_exact_mut(row_bytes).enumerate().try_for_each_init(
-            || vec![0.0; matrix.cols],
-            |values, (row, bytes)| {
-                cancel.check()?;
-                read_row(matrix, first + row, values);
-                encode_row(values, dtype, scale, bytes).map_err(|bad| refuse(first + row, bad))
-            },
-        )?;
+        let encode_one = |values: &mut Vec<f32>, (row, bytes): (usize, &mut [u8])| {
+            cancel.check()?;
+            read_row(matrix, first + row, values);
+            encode_row(values, dtype, scale, bytes).map_err(|bad| refuse(first + row, bad))
+        };
+        let rows = bytes.par_chunks_exact_mut(row_bytes).enumerate();
+        pool.install(|| rows.try_for_each_init(|| vec![0.0; matrix.cols], encode_one))?;
         write(&bytes)?;
     }
     Ok(scale)

@@ -167,7 +167,12 @@ impl Store {
     /// `values` were rounded to the store's precision before.
     fn extend(&mut self, values: &[f32]) {
         let end = self.bytes.len();
-        self.bytes.resize(end + values.len() * self.dtype.block_bytes(), 0);
+        let added = values.len() * self.dtype.block_bytes();
+        // By an eighth, not by doubling: a long context is most of the memory that a model holds.
+        if self.bytes.capacity() - end < added {
+            self.bytes.reserve_exact(added.max(end / 8));
+        }
+        self.bytes.resize(end + added, 0);
         let new = &mut self.bytes[end..];
         if self.dtype == DType::F32 {
             for (out, x) in new.chunks_exact_mut(4).zip(values) {

@@ -157,7 +157,18 @@ impl CpuModel {
     }
 
     fn forward_blocks(&self, kv: &mut Kv, tokens: &[u32], positions: Positions, cancel: &Cancel) -> Result<Vec<f32>> {
+        let rows = match positions {
+            Positions::None => 0,
+            Positions::Last => 1,
+            Positions::All => tokens.len(),
+        };
+        let values = rows * self.config().vocab_size;
         let mut logits = Vec::new();
+        // The one allocation whose size a caller chooses: 157 GB for a whole context of Flint.
+        logits.try_reserve_exact(values).map_err(|why| Error::Unavailable {
+            what: format!("memory for {} bytes of logits", values * size_of::<f32>()),
+            why: why.to_string(),
+        })?;
         let blocks = tokens.len().div_ceil(BLOCK_TOKENS);
         for (i, block) in tokens.chunks(BLOCK_TOKENS).enumerate() {
             let positions = match positions {

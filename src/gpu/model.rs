@@ -178,20 +178,25 @@ impl GpuModel {
         self.sequences.get(&id).map_or(0, SequenceBlocks::len)
     }
 
-    /// One token for each of some sequences: `[B, V]` logits after them.
+    /// One token for each of some sequences: `[B, V]` logits after them. Ends the decode loop.
     ///
     /// Errors: [`Error::Value`] naming what is wrong with `rows`, before anything is changed; [`Error::Device`].
     pub fn forward(&mut self, rows: &[(SequenceId, u32)]) -> Result<Vec<f32>> {
+        self.check_tokens(rows)?;
+        self.decoding.restart(Vec::new());
         self.queue_tokens(rows, Ending::Logits)?;
         let bytes = rows.len() * self.config().vocab_size * 4;
         let logits = self.buffers.read(self.plan.buffers().logits as usize, bytes)?;
         Ok(logits.as_chunks().0.iter().map(|&value| f32::from_le_bytes(value)).collect())
     }
 
-    /// Queues one token for each of some sequences, whose logits nobody needs: a prompt's tokens but the last.
+    /// Queues one token for each of some sequences, whose logits nobody needs: a prompt's tokens but the last. Ends the
+    /// decode loop.
     ///
     /// Errors: as [`Self::forward`].
     pub fn feed(&mut self, rows: &[(SequenceId, u32)]) -> Result<()> {
+        self.check_tokens(rows)?;
+        self.decoding.restart(Vec::new());
         self.queue_tokens(rows, Ending::Nothing)
     }
 
@@ -202,7 +207,7 @@ impl GpuModel {
     pub fn begin_decode(&mut self, rows: &[(SequenceId, u32, &SampleStart)]) -> Result<()> {
         let tokens: Vec<_> = rows.iter().map(|&(id, token, _)| (id, token)).collect();
         let ids: Vec<_> = rows.iter().map(|&(id, ..)| id).collect();
-        self.check_rows(&ids)?;
+        self.check_tokens(&tokens)?;
         for (row, (.., start)) in rows.iter().enumerate() {
             self.write_sampler(row, start)?;
         }
@@ -317,11 +322,6 @@ impl GpuModel {
 
     fn queue_tokens(&mut self, rows: &[(SequenceId, u32)], ending: Ending) -> Result<()> {
         let ids: Vec<_> = rows.iter().map(|&(id, _)| id).collect();
-        self.check_rows(&ids)?;
-        let vocab = self.config().vocab_size;
-        if let Some((_, token)) = rows.iter().find(|&&(_, token)| token as usize >= vocab) {
-            return Err(Error::value("tokens", token.to_string(), format!("ids below {vocab}")));
-        }
         if self.next_input == INPUT_RING {
             self.device.synchronize("a step")?;
             self.next_input = 0;
@@ -338,6 +338,16 @@ impl GpuModel {
         // SAFETY: the line is written again only after the wait above; both ends live as long as `self`, whose drop waits.
         unsafe { self.buffers.queue_write(tokens, &self.inputs, first..first + 2 * MAX_ROWS)? };
         self.run(ids.len(), ending)
+    }
+
+    /// Refuses rows that a step cannot have, and tokens that the model does not know.
+    fn check_tokens(&self, rows: &[(SequenceId, u32)]) -> Result<()> {
+        self.check_rows(&rows.iter().map(|&(id, _)| id).collect::<Vec<_>>())?;
+        let vocab = self.config().vocab_size;
+        match rows.iter().find(|&&(_, token)| token as usize >= vocab) {
+            Some((_, token)) => Err(Error::value("tokens", token.to_string(), format!("ids below {vocab}"))),
+            None => Ok(()),
+        }
     }
 
     /// Refuses rows that a step cannot have: none, too many, a sequence twice, unknown, or at its limit.

@@ -54,6 +54,8 @@ impl Tables {
         } else {
             // Copies of the row's last sequence may be under way.
             device.synchronize("a step")?;
+            // A sequence that moved leaves a row whose table no longer follows it.
+            self.forget(id);
             self.rows[row] = Some(id);
             (0..end, sequence.window_range())
         };

@@ -235,6 +235,10 @@ if os.fork() == 0:
         else:
             os._exit(3)
     del stream, flint
+    # What the errors advise.
+    with flint_rs.Flint(sys.argv[1]) as anew:
+        assert anew.generate("the", max_tokens=2).usage.completion_tokens >= 1
+    flint_rs.convert(sys.argv[1], sys.argv[2], type="nvfp4")
     os._exit(7)
 _, status = os.wait()
 assert os.waitstatus_to_exitcode(status) == 7, status
@@ -244,9 +248,13 @@ print("both fine")
 """
 
 
-def test_after_fork(gguf_path: Path) -> None:
+def test_after_fork(gguf_path: Path, tmp_path: Path) -> None:
     child = subprocess.run(
-        [sys.executable, "-c", FORK, gguf_path], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", FORK, gguf_path, tmp_path / "converted.gguf"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (child.stdout, child.stderr) == ("both fine\n", "")
 

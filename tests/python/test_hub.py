@@ -35,7 +35,17 @@ def test_paths_come_first(gguf_path: Path, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert hub.resolve("owner/name") == Path("owner/name")
-    for name in ("none.gguf", "./owner/none", "/owner/none", "a/b/c", "owner/na me", "../x/y"):
+    # A mistyped path to a file is no repository either.
+    for name in (
+        "models/flint.gguf",
+        "models/flint.safetensors",
+        "none.gguf",
+        "./owner/none",
+        "/owner/none",
+        "a/b/c",
+        "owner/na me",
+        "../x/y",
+    ):
         assert hub.resolve(name) == Path(name)
 
 

@@ -11,7 +11,7 @@ mod parallel;
 mod portable;
 mod simd;
 
-use rayon::{ThreadPool, ThreadPoolBuilder};
+use rayon::ThreadPool;
 
 use self::{
     attention::Args,
@@ -27,7 +27,8 @@ use super::{
 use crate::{
     cancel::Cancel,
     config::{Attention, FlintConfig},
-    error::{Error, Result},
+    error::Result,
+    threads,
     weights::{Matrix, MlpWeights, Weights},
 };
 
@@ -47,12 +48,7 @@ impl Engine {
     }
 
     fn with_isa(threads: Option<usize>, isa: Isa) -> Result<Self> {
-        let pool = ThreadPoolBuilder::new()
-            .num_threads(threads.unwrap_or(0))
-            .thread_name(|i| format!("flint-{i}"))
-            .build()
-            .map_err(|why| Error::Unavailable { what: "a thread pool".into(), why: why.to_string() })?;
-        Ok(Self { pool, isa })
+        Ok(Self { pool: threads::pool(threads)?, isa })
     }
 
     /// f32 values that the threads hold beside the activations of a block.
