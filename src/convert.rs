@@ -7,7 +7,8 @@ mod encode;
 
 use std::{
     collections::BTreeMap,
-    fs::File,
+    fs::{self, File},
+    io::ErrorKind,
     path::{Path, PathBuf},
 };
 
@@ -78,7 +79,7 @@ pub fn convert(
     }
 
     let pool = threads::pool(None)?;
-    let folder = dst.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = folder_of(dst);
     let partial = temporary_file(folder).map_err(Error::io(folder))?;
     let file = partial.as_file().try_clone().map_err(Error::io(partial.path()))?;
     let mut out = Output {
@@ -99,13 +100,26 @@ pub fn convert(
     File::open(folder).and_then(|folder| folder.sync_all()).map_err(Error::io(folder))
 }
 
+/// The folder that a file of this name is in.
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
 fn check_destination(checkpoint: &Checkpoint, dst: &Path, overwrite: bool) -> Result<()> {
     let refuse = |accepted: &str| Err(Error::value("dst", dst.display().to_string(), accepted));
     if dst.extension().is_none_or(|extension| extension != "gguf") {
         return refuse("a name that ends in .gguf");
     }
-    if !dst.try_exists().map_err(Error::io(dst))? {
-        return Ok(());
+    // All that is known beforehand is said now, and not when the work is done.
+    match fs::symlink_metadata(dst) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            let folder = folder_of(dst);
+            let is_dir = fs::metadata(folder).map_err(Error::io(folder))?.is_dir();
+            return if is_dir { Ok(()) } else { refuse("a name in a folder") };
+        }
+        Err(error) => return Err(Error::io(dst)(error)),
+        Ok(found) if found.is_dir() => return refuse("the name of a file, not of a folder"),
+        Ok(_) => {}
     }
     if !overwrite {
         return refuse("a file that does not exist yet, or overwrite");

@@ -36,6 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    # A caller may have closed a standard stream, which Python then has as None.
+    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, open to the end
+    sys.stdin = sys.stdin or Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        print("flint-rs: error: standard output is closed", file=sys.stderr)
+        return 1
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -207,8 +213,14 @@ def _open_model(args: argparse.Namespace) -> flint_rs.Flint:
 
 def _read_text(source: str | None) -> str:
     """Text of a file, or of standard input, exactly as it stands there."""
-    data = sys.stdin.buffer.read() if source in (None, "-") else Path(str(source)).read_bytes()
-    return data.decode("utf-8")
+    piped = source in (None, "-")
+    data = sys.stdin.buffer.read() if piped else Path(str(source)).read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        name = "standard input" if piped else source
+        msg = f"{name}: expected UTF-8, found byte {data[error.start]:#04x} at position {error.start}"
+        raise flint_rs.InvalidValueError(msg) from None
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -22,6 +22,9 @@ use crate::{
 /// Most tokens of a forward pass that are processed together.
 const BLOCK_TOKENS: usize = 512;
 
+/// Most threads of the fast path.
+pub const MAX_THREADS: usize = 1024;
+
 /// How activations, residual stream and KV cache are kept between operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precision {
@@ -87,10 +90,10 @@ pub struct CpuModel {
 }
 
 impl CpuModel {
-    /// Prepares to run `weights`: rejects zero threads, starts the thread pool, computes rotary frequencies.
+    /// Prepares to run `weights`: refuses no threads and more than [`MAX_THREADS`], starts the thread pool, computes rotary frequencies.
     pub fn new(weights: Arc<Weights>, options: Options) -> Result<Self> {
-        if options.threads == Some(0) {
-            return Err(Error::value("threads", "0", "1 or more"));
+        if let Some(threads) = options.threads.filter(|threads| !(1..=MAX_THREADS).contains(threads)) {
+            return Err(Error::value("threads", threads.to_string(), format!("1 to {MAX_THREADS}")));
         }
         let engine = match options.path {
             Path::Reference => None,

@@ -6,10 +6,24 @@ use pyo3::{
     IntoPyObjectExt,
     exceptions::{PyTypeError, PyValueError},
     prelude::*,
-    types::PyDict,
+    types::{PyDict, PyString},
 };
 
 use crate::{error::Error, sampling};
+
+/// Most items of a sequence: far more than any vocabulary or context has.
+const MAX_ITEMS: usize = 1 << 24;
+/// Characters of a value that an error repeats.
+const SHOWN_CHARS: usize = 200;
+
+/// How an error shows a value: as Python does, cut when long.
+fn shown(value: &Bound<'_, PyAny>) -> String {
+    let text = value.repr().map_or_else(|_| value.get_type().to_string(), |repr| repr.to_string());
+    match text.char_indices().nth(SHOWN_CHARS) {
+        Some((end, _)) => format!("{} ...", &text[..end]),
+        None => text,
+    }
+}
 
 /// Converts the argument `name`; the error of one that does not fit names it and says what is accepted.
 pub fn argument<'py, T>(name: &str, value: &Bound<'py, PyAny>, accepted: &str) -> PyResult<T>
@@ -17,9 +31,13 @@ where
     T: for<'a> FromPyObject<'a, 'py>,
 {
     let py = value.py();
+    // Room is made for as many items as a sequence says it has: `range(10**12)` would end the process.
+    if let Some(n) = value.len().ok().filter(|&n| n > MAX_ITEMS && !value.is_instance_of::<PyString>()) {
+        return Err(Error::value(name, format!("{n} items"), format!("at most {MAX_ITEMS} items")).into());
+    }
     value.extract::<T>().map_err(|error| {
         let error: PyErr = error.into();
-        let found = value.repr().map_or_else(|_| value.get_type().to_string(), |repr| repr.to_string());
+        let found = shown(value);
         // A number of the right type that does not fit is an OverflowError.
         if error.is_instance_of::<PyTypeError>(py) || error.is_instance_of::<PyValueError>(py) {
             PyTypeError::new_err(format!("{name}: expected {accepted}, found {found}"))

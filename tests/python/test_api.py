@@ -433,3 +433,21 @@ def test_import_is_light() -> None:
     # The quickest of three: what it takes, not what else this machine was doing.
     assert min(float(run[0]) for run in runs) < 0.3
     assert runs[0][1] == ""
+
+
+def test_a_sequence_that_claims_to_be_huge(flint: Flint) -> None:
+    huge = range(10**12)
+    for use in (
+        lambda: flint.logits(huge),
+        lambda: flint.generate(huge),
+        lambda: flint.detokenize(huge),
+        lambda: flint_rs.SamplingParams(banned_token_ids=huge),
+    ):
+        with pytest.raises(flint_rs.InvalidValueError, match="found 1000000000000 items"):
+            use()
+
+
+def test_an_error_shows_no_more_than_a_line_of_a_value() -> None:
+    with pytest.raises(TypeError, match=r"^temperature: .* \.\.\.$") as caught:
+        flint_rs.SamplingParams(temperature=[8171] * 100_000)
+    assert len(str(caught.value)) < 300

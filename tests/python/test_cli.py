@@ -165,7 +165,7 @@ def test_wrong_usage(gguf_path: Path, tmp_path: Path) -> None:
     fails(run("the", "--model", gguf_path, "--device", "cuda"), 1, "cuda")
     fails(run("the", "--model", tmp_path / "none.gguf"), 1, "none.gguf")
     fails(run("inspect", __file__), 1, "test_cli.py")
-    fails(run("-", "--model", gguf_path, stdin=b"\xff"), 1, "utf-8")
+    fails(run("-", "--model", gguf_path, stdin=b"\xff"), 2, "standard input", "UTF-8", "0xff")
 
 
 def test_a_closed_pipe_ends_quietly(gguf_path: Path) -> None:
@@ -214,3 +214,30 @@ def test_the_shipped_model_is_the_default() -> None:
     assert value["usage"]["completion_tokens"] >= 1
     with flint_rs.Flint(flint_rs.SMALL_MODEL) as flint:
         assert value["token_ids"] == flint.generate("def main():", max_tokens=8, seed=1).token_ids
+
+
+def test_closed_standard_streams(gguf_path: Path) -> None:
+    def shell(redirection: str) -> subprocess.CompletedProcess[str]:
+        command = f'"$0" -m flint_rs.cli - --model "$1" --max-tokens 2 {redirection}'
+        arguments = ["sh", "-c", command, sys.executable, gguf_path]
+        return subprocess.run(arguments, input="the", capture_output=True, text=True, timeout=60, check=False)
+
+    fails(shell(">&-"), 1, "standard output is closed")
+    fails(shell("<&-"), 2, "prompt")
+    assert shell("2>&-").returncode == 0
+
+
+def test_text_that_is_not_utf8_is_named(gguf_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_bytes(b"ab\xff")
+    fails(run("perplexity", path, "--model", gguf_path), 2, "bad.txt", "UTF-8", "0xff", "position 2")
+
+
+def test_convert_refuses_a_destination_before_it_works(gguf_path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder.gguf"
+    folder.mkdir()
+    fails(run("convert", gguf_path, folder, "--type", "bf16", "--overwrite"), 2, "dst", "folder.gguf")
+    fails(run("convert", gguf_path, tmp_path / "none" / "a.gguf", "--type", "bf16"), 1, "No such file", "none")
+    link = tmp_path / "link.gguf"
+    link.symlink_to(tmp_path / "nowhere")
+    fails(run("convert", gguf_path, link, "--type", "bf16"), 2, "dst", "link.gguf")
