@@ -53,7 +53,7 @@ fuzz:  ## Run every fuzz target for 15 seconds
 	fuzz/run.sh
 
 bench-cpu: build-env  ## Print tokens/s beside this machine's read bandwidth and FMA rate
-	cargo bench --locked --bench cpu_report
+	cargo bench --locked --bench cpu_report -- python/flint_rs/models/flint-small.gguf
 
 wheel: build-env  ## Build a wheel into dist/
 	$(BUILD_VENV)/bin/maturin build --release --locked --out dist --interpreter $(BUILD_VENV)/bin/python
