@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import flint_rs
 import pytest
 import reference
+
+# A shell that runs the tests in the background has them ignore SIGINT, which processes started here would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Slow enough on the reference path that work is going on when a test interrupts it: about 20 million weights a token.
 SLOW = reference.Shape(6, 512, 8, 2, 64, 1024, 4, 4, 512, 512, 33)
