@@ -17,7 +17,7 @@ use std::{
 use flint_rs::{
     cancel::Cancel,
     checkpoint::{Checkpoint, DType},
-    config::{Attention, FlintConfig, LayerKind, Mlp},
+    config::{Attention, FlintConfig},
     cpu::{CpuModel, Options, Path, Positions, Precision},
     weights::{Matrix, MlpWeights, SwiGlu, Weights},
 };
@@ -81,31 +81,7 @@ fn load(path: &std::path::Path) -> Outcome<Arc<Weights>> {
 
 /// Flint's widths with 10 of 49 layers and 64 of 256 experts.
 fn synthetic_config() -> FlintConfig {
-    let layer = |i: usize| {
-        let full = i == 0 || i % 4 == 1 || i == 9;
-        LayerKind {
-            attention: if full { Attention::Full } else { Attention::Sliding },
-            rope: !full,
-            mlp: if i < 2 { Mlp::Dense } else { Mlp::Moe },
-        }
-    };
-    FlintConfig {
-        hidden_size: 2048,
-        vocab_size: 32_000,
-        context_length: 262_144,
-        n_heads: 32,
-        n_kv_heads: 4,
-        head_dim: 128,
-        dense_intermediate_size: 6144,
-        n_experts: 64,
-        n_experts_per_token: 6,
-        expert_intermediate_size: 512,
-        shared_intermediate_size: 1024,
-        sliding_window: 513,
-        rms_norm_eps: 1e-6,
-        rope_theta: 10_000.0,
-        layers: (0..10).map(layer).collect(),
-    }
+    FlintConfig { n_experts: 64, ..FlintConfig::flint(10, 32_000) }
 }
 
 /// Measures machine and model, prints both, and returns the row for the CSV file.

@@ -6,8 +6,6 @@ use std::mem::offset_of;
 use super::{Kernel, Launch};
 use crate::checkpoint::DType;
 
-/// Most rows (sequences) of a launch.
-pub const GENERAL_MAX_ROWS: u32 = 8;
 /// Largest head dimension of [`GENERAL_ATTENTION`].
 pub const GENERAL_MAX_HEAD_DIM: u32 = 256;
 /// Most experts that [`GENERAL_ROUTER`] chooses from.

@@ -105,29 +105,10 @@ pub(crate) fn list(config: &FlintConfig) -> Vec<Spec> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Attention, LayerKind};
 
     #[test]
     fn counts_the_published_model() {
-        let mlp = |n| if n < 2 { Mlp::Dense } else { Mlp::Moe };
-        let layers = (0..49).map(|n| LayerKind { attention: Attention::Full, rope: false, mlp: mlp(n) }).collect();
-        let config = FlintConfig {
-            hidden_size: 2048,
-            vocab_size: 150_144,
-            context_length: 262_144,
-            n_heads: 32,
-            n_kv_heads: 4,
-            head_dim: 128,
-            dense_intermediate_size: 6144,
-            n_experts: 256,
-            n_experts_per_token: 6,
-            expert_intermediate_size: 512,
-            shared_intermediate_size: 1024,
-            sliding_window: 513,
-            rms_norm_eps: 1e-6,
-            rope_theta: 10_000.0,
-            layers,
-        };
+        let config = FlintConfig::flint(49, 150_144);
         let ParameterCount { total, active } = parameter_count(&config);
         assert!((total as f64 / 39.8e9 - 1.0).abs() < 0.002 && (active as f64 / 2.5e9 - 1.0).abs() < 0.02);
         // The published file has 779 weights, 485 of them NVFP4: every matrix but embedding and routers.
