@@ -107,26 +107,32 @@ fn the_shipped_model_says_what_the_cpu_says() {
     let path = if built.exists() { built.as_path() } else { file };
     let checkpoint = Checkpoint::open(path).unwrap();
     let config = FlintConfig::from_checkpoint(&checkpoint).unwrap();
-    let text = concat!(include_str!("../README.md"), include_str!("../CONTRIBUTING.md"), include_str!("gpu_model.rs"));
-    let mut tokens = Tokenizer::from_checkpoint(&checkpoint).unwrap().encode(text, ControlTokens::AsText).unwrap();
-    tokens.truncate(1100);
+    let text = include_str!("data/heldout.txt");
+    let tokens = Tokenizer::from_checkpoint(&checkpoint).unwrap().encode(text, ControlTokens::AsText).unwrap();
     let weights = Arc::new(Weights::bind(&checkpoint, config, &mut |_, _| {}, &Cancel::default()).unwrap());
     let mut model = load(Source::Weights(&weights), 1);
 
-    let exact = cpu_logits(&weights, Precision::Float32, cpu::Path::Fast, &tokens);
-    let rounded = cpu_logits(&weights, Precision::Bfloat16, cpu::Path::Fast, &tokens);
-    let found = forward_all(&mut model, &tokens);
     let vocab = weights.config.vocab_size;
-    let (gpu, cpu) = (mean_kl(&exact, &found, vocab), mean_kl(&exact, &rounded, vocab));
     let best = |logits: &[f32]| -> Vec<usize> {
         let best = |row: &[f32]| (0..vocab).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap();
         logits.chunks_exact(vocab).map(best).collect()
     };
-    let (gpu_best, cpu_best) = (best(&found), best(&rounded));
-    let equal = gpu_best.iter().zip(&cpu_best).filter(|(a, b)| a == b).count();
-    println!("GPU {gpu:.3e}, CPU {cpu:.3e}, {equal} of {} first choices are the same", tokens.len());
+    // Two orders of addition are two patterns of rounding: the CPU's own two paths agree on 99.27 to 99.73 % of the first
+    // choices of 1,100 tokens, and their divergences differ by up to 33 %. Five texts of that length bring both within the bounds.
+    let (mut gpu, mut cpu, mut equal, mut read) = (0.0, 0.0, 0, 0);
+    for tokens in tokens.chunks_exact(1100).take(5) {
+        let exact = cpu_logits(&weights, Precision::Float32, cpu::Path::Fast, tokens);
+        let rounded = cpu_logits(&weights, Precision::Bfloat16, cpu::Path::Fast, tokens);
+        let found = forward_all(&mut model, tokens);
+        gpu += mean_kl(&exact, &found, vocab);
+        cpu += mean_kl(&exact, &rounded, vocab);
+        equal += best(&found).iter().zip(&best(&rounded)).filter(|(a, b)| a == b).count();
+        read += tokens.len();
+    }
+    println!("GPU {:.3e}, CPU {:.3e}, {equal} of {read} first choices are the same", gpu / 5.0, cpu / 5.0);
+    assert_eq!(read, 5500, "the text is long enough");
     assert!(gpu <= 1.1 * cpu, "{gpu} against {cpu}");
-    assert!(equal * 1000 >= 995 * tokens.len(), "{equal} of {}", tokens.len());
+    assert!(equal * 1000 >= 995 * read, "{equal} of {read}");
 }
 
 /// Models of both paths and all formats that the device can make itself, with room for 8 sequences.
