@@ -70,8 +70,10 @@ __device__ __forceinline__ void decode_experts_up(const DecodeExpertsUpArgs& arg
         if (warp >= 8) stage_x<NB, kHidden, kThreads - 8 * 32>(shared, args.x, rows, threadIdx.x - 8 * 32);
         named_sync(kInputsReady, kThreads);
     }
-    if (!last) {
-        named_sync(kChoiceReady, kThreads - kGroupThreads);
+    if (last) {
+        named_arrive(kChoiceReady, kThreads);  // its part of the inputs is there
+    } else {
+        named_sync(kChoiceReady, kThreads);
         if (NB > 1) named_arrive(kChoiceForLast, kThreads);
         if (unit >= units()) return;
         request(unit);

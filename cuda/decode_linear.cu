@@ -44,6 +44,7 @@ __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
     float2 scales = {};
     if (strip < int(args.strips)) {
         load_tile(tile, tile_at(strip, 0), lane);
+        prefetch_rest<Tile>(tile_at(strip, 0), lane);
         scales = load_scales(args.scales + strip);
     }
     if constexpr (kBefore == Before::kNorm) {

@@ -50,13 +50,6 @@ __device__ __forceinline__ uint4 load_stream(const void* address) {
     return r;
 }
 
-// Asks for bytes to come to the L2 cache, which holds more than registers do. One lane calls; multiples of 16.
-__device__ __forceinline__ void prefetch(const void* address, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
-#endif
-}
-
 __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     uint32_t r;
 #if __CUDA_ARCH__ >= 900
@@ -202,14 +195,25 @@ private:
     }
 };
 
-// Requests a tile: as much of it as registers hold, the rest to the L2 cache.
+// Requests a tile, or as much of it as registers hold.
 template <typename Tile>
 __device__ __forceinline__ void load_tile(Tile& tile, const uint8_t* address, int lane) {
     tile.load_scales(address, lane);
 #pragma unroll
     for (int i = 0; i < Tile::kAhead; ++i) tile.load_chunk(i, address, lane);
+}
+
+// Asks for what registers do not hold of a tile to come to the L2 cache: where it is not needed soon. Right behind this
+// a load would read the same from memory once more.
+template <typename Tile>
+__device__ __forceinline__ void prefetch_rest(const uint8_t* address, int lane) {
+#if __CUDA_ARCH__ >= 900
     constexpr int kHeld = Tile::kBytes / kChunks * Tile::kAhead;
-    if (Tile::kAhead < kChunks && lane == 0) prefetch(address + kHeld, Tile::kBytes - kHeld);
+    if (Tile::kAhead < kChunks && lane == 0) {
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address + kHeld), "n"(Tile::kBytes - kHeld)
+                     : "memory");
+    }
+#endif
 }
 
 // Multiplies the tile that lies at `address` with x, and refills each chunk of registers as soon as it is used up, from
