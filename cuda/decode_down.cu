@@ -54,7 +54,6 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
     float scale = 1.0f;
     if (warp < n_tiles) {
         load_tile(tile, tile_at(warp), lane);
-        prefetch_rest<Tile>(tile_at(warp), lane);
         scale = scale_of(warp);
     }
     pdl_wait();

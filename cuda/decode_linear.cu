@@ -44,7 +44,8 @@ __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
     float2 scales = {};
     if (strip < int(args.strips)) {
         load_tile(tile, tile_at(strip, 0), lane);
-        prefetch_rest<Tile>(tile_at(strip, 0), lane);
+        // Attention runs long enough before decode_o for the whole tile to come; elsewhere memory is busy anyway.
+        if (kBefore == Before::kPlain) prefetch_rest<Tile>(tile_at(strip, 0), lane);
         scales = load_scales(args.scales + strip);
     }
     if constexpr (kBefore == Before::kNorm) {
@@ -101,11 +102,15 @@ __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
 
 // One kernel a number of rows and format. Registers are bounded so that the next kernel's blocks fit beside this one's
 // and request their weights meanwhile, which for BF16 and where the norm holds 4 rows and more is within reach of
-// blocks of 256 threads only.
+// blocks of 256 threads only. The bounds are for Hopper, whose registers were counted.
 template <typename Tile, int NB, Before kBefore>
 __host__ __device__ constexpr int bound(int threads) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+    return threads;
+#else
     if (Tile::kBytes == Bf16Tile::kBytes) return kBefore == Before::kPlain && threads == 256 ? 512 : threads;
     return threads > 256 && NB <= 2 ? 768 : kBefore == Before::kPlain ? 640 : 512;
+#endif
 }
 
 #define DECODE_LINEAR(NAME, FORMAT, TILE, NB, BEFORE, AFTER, K, SPLIT, GROUPS)                            \
