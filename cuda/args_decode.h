@@ -33,27 +33,27 @@ static_assert(sizeof(DecodeLinearArgs) == 88 && offsetof(DecodeLinearArgs, x) ==
 
 struct DecodeRouterArgs {
     NormArgs norm;
-    const float* router;            // [256, D]
-    float* logits;                  // [B, 256]
-    const uint8_t* shared_gate_up;  // [128, 4] tiles, gate rows and up rows
-    const float2* shared_scales;    // [128] gate, up
-    __nv_bfloat16* act_shared;      // [B, 1024]
+    const float* router;  // [256, D]
+    float* scores;        // [B, 256]
 };
-static_assert(sizeof(DecodeRouterArgs) == 88);
+static_assert(sizeof(DecodeRouterArgs) == 64);
 
 struct DecodeExpertsUpArgs {
-    const __nv_bfloat16* x;  // [B, D] normed
-    const float* logits;     // [B, 256]
-    const uint8_t* gate_up;  // [256, 64, 4] tiles
-    const float2* scales;    // [256] gate, up
-    __nv_bfloat16* act;      // [B, 6, 512] by slot
-    uint32_t rows;           // B
+    const __nv_bfloat16* x;         // [B, D] normed
+    const float* scores;            // [B, 256]
+    const uint8_t* gate_up;         // [256, 64, 4] tiles, gate rows and up rows
+    const float2* scales;           // [256] gate, up
+    __nv_bfloat16* act;             // [B, 6, 512] by slot
+    const uint8_t* shared_gate_up;  // [128, 4] tiles, likewise
+    const float2* shared_scales;    // [128] gate, up
+    __nv_bfloat16* act_shared;      // [B, 1024]
+    uint32_t rows;                  // B
     uint32_t reserved;
 };
-static_assert(sizeof(DecodeExpertsUpArgs) == 48);
+static_assert(sizeof(DecodeExpertsUpArgs) == 72);
 
 struct DecodeDownArgs {
-    const float* logits;              // [B, 256]
+    const float* scores;              // [B, 256]
     const uint8_t* down;              // [256, 128] tiles
     const float* scales;              // [256]
     const uint8_t* shared_down;       // [128, 2] tiles

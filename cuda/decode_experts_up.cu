@@ -1,91 +1,140 @@
-// decode_experts_up.cu: the chosen experts' first half.
+// decode_experts_up.cu: the first half of a MoE layer's experts.
 //
-//   act[n, slot] = round(silu(gate_e x_n) * up_e x_n),  e = expert of slot `slot` of row n (ascending by index)
+//   act[n, slot]  = round(silu(gate_e x_n) * up_e x_n),  e = expert of slot `slot` of row n (ascending by index)
+//   act_shared[n] = round(silu(gate x_n) * up x_n)       the shared expert, width 1024
 //
-// in   x [B, 2048] bf16 normed; logits [B, 256] f32; gate_up [256, 64, 4] tiles; scales [256] x 2 f32 (gate, up)
-// out  act [B, 6, 512] bf16
+// in   x [B, 2048] bf16 normed; scores [B, 256] f32; gate_up [256, 64, 4] tiles, shared_gate_up [128, 4] tiles;
+//      scales [256] and shared_scales [128] x 2 f32 (gate, up)
+// out  act [B, 6, 512] bf16; act_shared [B, 1024] bf16
 //
-// launch   grid 128, 12 warps: 3 groups of 4 warps that split k; a group takes (listed expert, strip) pairs in turn. An
-// expert
-//          that several rows chose is read once
+// launch   grid 128, groups of 4 warps that split k: 4 groups at one row, else 3. The last group has a strip of the
+//          shared expert first; then the groups take (listed expert, strip) pairs in turn. An expert that several rows
+//          chose is read once
 // bound    memory: distinct experts * 64 * 4 tiles; at one row the latency: ids are known only after the wait
-// PDL      nothing can be requested before the wait: router logits come from the kernel before
+// PDL      the shared expert's strip is requested before the wait, and multiplied while the first NB warps choose the
+//          experts and their weights come in
 #include "gemv.cuh"
 #include "routing.cuh"
 
 namespace {
 
 constexpr int kWidth = 512;
+constexpr int kSharedWidth = 1024;
 constexpr int kStrips = kWidth / 8;
+constexpr int kBlocks = kSharedWidth / 8;
 constexpr int kSplit = 4;
-constexpr int kGroups = 3;
-constexpr int kWarps = kSplit * kGroups;
+constexpr int kShared = -1;  // the unit of work that is a strip of the shared expert
+// Named barriers; those from 1 on are the groups'.
+constexpr int kInputsReady = 5, kAmongChoosers = 6, kChoiceReady = 7, kChoiceForLast = 8;
+
+// One row has 384 pairs, which are three groups' one pair each: the shared expert takes a fourth.
+__host__ __device__ constexpr int groups_of(int rows) { return rows == 1 ? 4 : 3; }
+__host__ __device__ constexpr int threads_of(int rows) { return groups_of(rows) * kSplit * 32; }
 
 template <typename Tile, int NB>
 __device__ __forceinline__ void decode_experts_up(const DecodeExpertsUpArgs& args) {
+    constexpr int kGroups = groups_of(NB), kThreads = threads_of(NB), kWarps = kThreads / 32;
+    constexpr int kGroupThreads = kSplit * 32, kStep = kBlocks * kGroups;
     extern __shared__ __align__(16) uint8_t shared[];
     float* sums = reinterpret_cast<float*>(shared + NB * x_stride(kHidden));  // [2, kWarps, 16, NB]
     Routing<NB>& routing = *reinterpret_cast<Routing<NB>*>(sums + 2 * kWarps * 16 * NB);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int group = warp / kSplit, split = warp % kSplit;
+    const bool last = group == kGroups - 1;
+    const int rows = args.rows, first = blockIdx.x + kBlocks * group;
+    auto units = [&] { return (NB == 1 ? kChosen : routing.n_list) * kStrips; };
 
-    pdl_wait();
-    pdl_launch();
-    stage_x<NB, kWarps * 32>(shared, args.x, kHidden, args.rows);
-    route<NB>(routing, args.logits, args.rows);
-
-    const int units = routing.n_list * kStrips, step = gridDim.x * kGroups;
-    int unit = blockIdx.x + gridDim.x * group;
+    Tile tile;
+    float2 scales = {};
     auto tile_at = [&](int unit) {
         const size_t strip = size_t(routing.list[unit / kStrips]) * kStrips + unit % kStrips;
-        return args.gate_up + (strip * kSplit + split) * Tile::kBytes;
+        const uint8_t* first = unit == kShared ? args.shared_gate_up + size_t(blockIdx.x * kSplit) * Tile::kBytes
+                                               : args.gate_up + strip * kSplit * Tile::kBytes;
+        return first + split * Tile::kBytes;
     };
-    Tile tile;
-    if (unit < units) load_tile(tile, tile_at(unit), lane);
-    copy_async_join();
+    auto request = [&](int unit) {
+        load_tile(tile, tile_at(unit), lane);
+        scales =
+            load_scales(unit == kShared ? args.shared_scales + blockIdx.x : args.scales + routing.list[unit / kStrips]);
+    };
+    int unit = last ? kShared : first;
+    if (last) request(kShared);
+    routing.clear();
     __syncthreads();
+    pdl_wait();
 
-    for (int parity = 0; unit < units; unit += step, parity ^= 1) {
+    if (warp < NB) {
+        named_arrive(kInputsReady, kThreads);
+        route<NB>(routing, args.scores, rows, kAmongChoosers);
+    } else {
+        if (warp >= 8) stage_x<NB, kHidden, kThreads - 8 * 32>(shared, args.x, rows, threadIdx.x - 8 * 32);
+        named_sync(kInputsReady, kThreads);
+    }
+    if (last) {
+        named_arrive(kChoiceReady, kThreads);  // its part of the inputs is there
+    } else {
+        named_sync(kChoiceReady, kThreads);
+        if (NB > 1) named_arrive(kChoiceForLast, kThreads);
+        if (unit >= units()) return;
+        request(unit);
+    }
+    // Only now: the requests that decode_down makes before its wait would be in front of these.
+    pdl_launch();
+    for (int parity = 0;; parity ^= 1) {
+        const bool more = NB > 1 && unit != kShared && unit + kStep < units();
+        float2 next_scales = {};
+        if (more) {
+            next_scales = load_scales(args.scales + routing.list[(unit + kStep) / kStrips]);
+        }
         Accumulator sum;
         sum.clear();
-        const uint8_t* next = unit + step < units ? tile_at(unit + step) : nullptr;
-        multiply_tile(tile, sum, lane_inputs<NB>(shared, kHidden, split, lane), next, lane);
+        multiply_tile(tile, sum, lane_inputs<NB>(shared, kHidden, split, lane), tile_at(unit),
+                      more ? tile_at(unit + kStep) : nullptr, lane);
+        // Two sets of sums in turn: a warp that is a strip ahead does not overwrite what the others still read.
         float* mine = sums + (parity * kWarps + group * kSplit) * 16 * NB;
         put_sums<NB>(mine + split * 16 * NB, sum, lane);
-        asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kSplit * 32) : "memory");
-
-        const int entry = unit / kStrips, strip = unit % kStrips;
-        const float2 scales = args.scales[routing.list[entry]];
-        for (int i = split * 32 + lane; i < 8 * NB; i += kSplit * 32) {
-            const int row = i % 8, column = i / 8;
-            const int slot = routing.slots[entry][column];
-            if (slot < 0) continue;
-            float gate = 0.0f, up = 0.0f;
-#pragma unroll
-            for (int s = 0; s < kSplit; ++s) {
-                gate += mine[(s * 16 + row) * NB + column];
-                up += mine[(s * 16 + row + 8) * NB + column];
+        named_sync(group + 1, kGroupThreads);
+        for (int i = split * 32 + lane; i < 8 * NB; i += kGroupThreads) {
+            const int row = i % 8, column = i / 8, entry = unit / kStrips;
+            __nv_bfloat16* to;
+            if (unit == kShared) {
+                if (column >= rows) break;
+                to = args.act_shared + column * kSharedWidth + blockIdx.x * 8;
+            } else {
+                const int slot = NB == 1 ? entry : routing.slots[entry][column];
+                if (slot < 0) continue;
+                to = args.act + (column * kChosen + slot) * kWidth + unit % kStrips * 8;
             }
-            gate = gate * Tile::kWeightScale * scales.x;
-            up = up * Tile::kWeightScale * scales.y;
-            args.act[(column * kChosen + slot) * kWidth + strip * 8 + row] = __float2bfloat16_rn(silu(gate) * up);
+            to[row] = swiglu<Tile, NB, kSplit>(mine, row, column, scales);
+        }
+        if (NB == 1) return;  // 6 experts are what the first groups have
+        if (unit == kShared) {
+            named_sync(kChoiceForLast, kThreads);
+            unit = first;
+            if (unit >= units()) return;
+            request(unit);
+        } else {
+            if (!more) return;
+            unit += kStep;
+            scales = next_scales;
         }
     }
 }
 
 }  // namespace
 
-#define DECODE_EXPERTS_UP(FORMAT, TILE, NB)                                                   \
-    extern "C" __global__ void __launch_bounds__(kWarps * 32)                                 \
+// The bound leaves room for a block of decode_down, which chooses and requests its weights meanwhile.
+#define DECODE_EXPERTS_UP(FORMAT, TILE, NB, BESIDE)                                           \
+    extern "C" __global__ void __launch_bounds__(threads_of(NB) + BESIDE)                     \
         decode_experts_up_##FORMAT##_##NB(const __grid_constant__ DecodeExpertsUpArgs args) { \
         decode_experts_up<TILE, NB>(args);                                                    \
     }
 
-DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 1)
-DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 2)
-DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 4)
-DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 8)
-DECODE_EXPERTS_UP(bf16, Bf16Tile, 1)
-DECODE_EXPERTS_UP(bf16, Bf16Tile, 2)
-DECODE_EXPERTS_UP(bf16, Bf16Tile, 4)
-DECODE_EXPERTS_UP(bf16, Bf16Tile, 8)
+DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 1, 256)
+DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 2, 256)
+DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 4, 256)
+DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 8, 256)
+DECODE_EXPERTS_UP(bf16, Bf16Tile, 1, 0)
+DECODE_EXPERTS_UP(bf16, Bf16Tile, 2, 0)
+DECODE_EXPERTS_UP(bf16, Bf16Tile, 4, 0)
+DECODE_EXPERTS_UP(bf16, Bf16Tile, 8, 0)

@@ -10,22 +10,16 @@
 //      x        [B, k] bf16, or delta, residual [B, 2048] bf16 and weight [2048] f32
 // out  out      [B, out_stride] bf16 or f32; new_residual [B, 2048] bf16
 //
-// launch   kGroups groups of kSplit warps a block; a group takes whole strips, strip = group + n * groups, each warp
+// launch   kGroups groups of kSplit warps a block; a group takes whole strips, strip = block + n * blocks, each warp
 //          k / 512 / kSplit tiles of it; dynamic shared memory NB * x_stride(k) + sums
 // bound    memory: strips * k / 512 * tile bytes; at one row the latency of the chain
-// PDL      weights of the first strip are requested before the wait
+// PDL      weights and scales of the first strip, and the norm's weight, are requested before the wait
 #include "gemv.cuh"
 
 namespace {
 
 enum class Before { kPlain, kNorm };
 enum class After { kBf16, kSwiGlu, kF32 };
-
-// Threads of a group: barrier 0 is __syncthreads.
-template <int kSplit>
-__device__ __forceinline__ void group_sync(int group) {
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kSplit * 32) : "memory");
-}
 
 template <typename Tile, int NB, Before kBefore, After kAfter, int kK, int kSplit, int kGroups>
 __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
@@ -47,75 +41,90 @@ __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
     };
 
     Tile tile;
-    if (strip < int(args.strips)) load_tile(tile, tile_at(strip, 0), lane);
-    pdl_wait();
-    pdl_launch();
+    float2 scales = {};
+    if (strip < int(args.strips)) {
+        load_tile(tile, tile_at(strip, 0), lane);
+        // Attention runs long enough before decode_o for the whole tile to come; elsewhere memory is busy anyway.
+        if (kBefore == Before::kPlain) prefetch_rest<Tile>(tile_at(strip, 0), lane);
+        scales = load_scales(args.scales + strip);
+    }
     if constexpr (kBefore == Before::kNorm) {
-        stage_normed<NB, kWarps>(shared, sums, args.norm);
+        Norm norm;
+        norm.request(args.norm);
+        pdl_wait();
+        pdl_launch();
+        norm.stage<NB>(shared, sums, args.norm);
     } else {
-        stage_x<NB, kWarps * 32>(shared, args.x, kK, args.norm.rows);
-        copy_async_join();
-        __syncthreads();
+        static_assert(kGroups == 1);
+        pdl_wait();
+        pdl_launch();
+        stage_tiles<NB, kK, kEach>(shared, static_cast<const __nv_bfloat16*>(args.x), args.norm.rows, split * kEach,
+                                   lane);
     }
 
     for (int parity = 0; strip < int(args.strips); strip += step, parity ^= 1) {
         Accumulator sum;
         sum.clear();
+        const bool more = strip + step < int(args.strips);
+        float2 next_scales = {};
+        if (more) next_scales = load_scales(args.scales + strip + step);
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const uint8_t* next = i + 1 < kEach                     ? tile_at(strip, i + 1)
-                                  : strip + step < int(args.strips) ? tile_at(strip + step, 0)
-                                                                    : nullptr;
-            multiply_tile(tile, sum, lane_inputs<NB>(shared, kK, split * kEach + i, lane), next, lane);
+            const uint8_t* next = i + 1 < kEach ? tile_at(strip, i + 1) : more ? tile_at(strip + step, 0) : nullptr;
+            const uint4* x = lane_inputs<NB>(shared, kK, split * kEach + i, lane);
+            multiply_tile(tile, sum, x, tile_at(strip, i), next, lane);
         }
         // Two sets of sums in turn: a warp that is a strip ahead does not overwrite what the others still read.
         float* mine = sums + (parity * kWarps + group * kSplit) * 16 * NB;
         put_sums<NB>(mine + split * 16 * NB, sum, lane);
-        if constexpr (kSplit == 1) {
-            __syncwarp();
-        } else {
-            group_sync<kSplit>(group);
-        }
+        named_sync(group + 1, kSplit * 32);
         constexpr int kRows = kAfter == After::kSwiGlu ? 8 : 16;
-        const float2 scales = args.scales[strip];
         for (int i = split * 32 + lane; i < kRows * NB; i += kSplit * 32) {
             const int row = i % kRows, column = i / kRows;
             if (column >= int(args.norm.rows)) break;
-            auto total = [&](int row) {
-                float v = 0.0f;
-#pragma unroll
-                for (int s = 0; s < kSplit; ++s) v += mine[(s * 16 + row) * NB + column];
-                return v * Tile::kWeightScale;
-            };
             const size_t at = size_t(column) * args.out_stride + size_t(strip) * kRows + row;
-            const float y = total(row) * (row < 8 ? scales.x : scales.y);
-            if constexpr (kAfter == After::kF32) {
-                static_cast<float*>(args.out)[at] = y;
-            } else if constexpr (kAfter == After::kBf16) {
-                static_cast<__nv_bfloat16*>(args.out)[at] = __float2bfloat16_rn(y);
+            if constexpr (kAfter == After::kSwiGlu) {
+                static_cast<__nv_bfloat16*>(args.out)[at] = swiglu<Tile, NB, kSplit>(mine, row, column, scales);
             } else {
-                static_cast<__nv_bfloat16*>(args.out)[at] = __float2bfloat16_rn(silu(y) * (total(row + 8) * scales.y));
+                const float y = total<Tile, NB, kSplit>(mine, row, column) * (row < 8 ? scales.x : scales.y);
+                if constexpr (kAfter == After::kF32) {
+                    static_cast<float*>(args.out)[at] = y;
+                } else {
+                    static_cast<__nv_bfloat16*>(args.out)[at] = __float2bfloat16_rn(y);
+                }
             }
         }
-        if constexpr (kSplit == 1) __syncwarp();
+        scales = next_scales;
     }
 }
 
 }  // namespace
 
-// One kernel a number of rows and format. BF16 tiles take 128 registers, which is what bounds the warps of a block.
-#define DECODE_LINEAR(NAME, FORMAT, TILE, NB, BEFORE, AFTER, K, SPLIT, GROUPS)         \
-    extern "C" __global__ void __launch_bounds__(SPLIT * GROUPS * 32)                  \
-        NAME##_##FORMAT##_##NB(const __grid_constant__ DecodeLinearArgs args) {        \
-        decode_linear<TILE, NB, Before::BEFORE, After::AFTER, K, SPLIT, GROUPS>(args); \
+// One kernel a number of rows and format. Registers are bounded so that the next kernel's blocks fit beside this one's
+// and request their weights meanwhile, which for BF16 and where the norm holds 4 rows and more is within reach of
+// blocks of 256 threads only. The bounds are for Hopper, whose registers were counted.
+template <typename Tile, int NB, Before kBefore>
+__host__ __device__ constexpr int bound(int threads) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+    return threads;
+#else
+    if (Tile::kBytes == Bf16Tile::kBytes) return kBefore == Before::kPlain && threads == 256 ? 512 : threads;
+    return threads > 256 && NB <= 2 ? 768 : kBefore == Before::kPlain ? 640 : 512;
+#endif
+}
+
+#define DECODE_LINEAR(NAME, FORMAT, TILE, NB, BEFORE, AFTER, K, SPLIT, GROUPS)                            \
+    extern "C" __global__ void __launch_bounds__(bound<TILE, NB, Before::BEFORE>(SPLIT * GROUPS * 32), 1) \
+        NAME##_##FORMAT##_##NB(const __grid_constant__ DecodeLinearArgs args) {                           \
+        decode_linear<TILE, NB, Before::BEFORE, After::AFTER, K, SPLIT, GROUPS>(args);                    \
     }
 
 #define DECODE_LINEARS(FORMAT, TILE, NB)                                          \
-    DECODE_LINEAR(decode_qkv, FORMAT, TILE, NB, kNorm, kBf16, 2048, 4, 2)         \
+    DECODE_LINEAR(decode_qkv, FORMAT, TILE, NB, kNorm, kBf16, 2048, 4, 3)         \
     DECODE_LINEAR(decode_o, FORMAT, TILE, NB, kPlain, kBf16, 4096, 8, 1)          \
-    DECODE_LINEAR(decode_dense_up, FORMAT, TILE, NB, kNorm, kSwiGlu, 2048, 4, 2)  \
+    DECODE_LINEAR(decode_dense_up, FORMAT, TILE, NB, kNorm, kSwiGlu, 2048, 4, 3)  \
     DECODE_LINEAR(decode_dense_down, FORMAT, TILE, NB, kPlain, kBf16, 6144, 6, 1) \
-    DECODE_LINEAR(decode_lm_head, FORMAT, TILE, NB, kNorm, kF32, 2048, 1, 8)
+    DECODE_LINEAR(decode_lm_head, FORMAT, TILE, NB, kNorm, kF32, 2048, 2, 4)
 
 DECODE_LINEARS(nvfp4, Nvfp4Tile, 1)
 DECODE_LINEARS(nvfp4, Nvfp4Tile, 2)

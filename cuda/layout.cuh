@@ -68,6 +68,19 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Constants of a strip or an expert, requested like the weights: behind a wait they would cost a miss of their own.
+__device__ __forceinline__ float2 load_scales(const float2* address) {
+    float2 r;
+    asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "l"(address));
+    return r;
+}
+
+__device__ __forceinline__ float load_scale(const float* address) {
+    float r;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(r) : "l"(address));
+    return r;
+}
+
 // Four independent chains of mma a warp: mma j adds to set j.
 struct Accumulator {
     float sets[4][4];
@@ -92,10 +105,39 @@ struct Inputs {
     }
 };
 
+// The scales of rows g and g + 8 in chunk i, each twice as BF16.
+struct ScalePairs {
+    uint32_t g, g8;
+
+    __device__ __forceinline__ ScalePairs(const uint4& scales, int i) {
+        const uint32_t four = i < 2 ? scales.x : i < 4 ? scales.y : i < 6 ? scales.z : scales.w;
+        g = pair(__byte_perm(four, 0, i % 2 ? 0x4442 : 0x4440));
+        g8 = pair(__byte_perm(four, 0, i % 2 ? 0x4443 : 0x4441));
+    }
+
+private:
+    static __device__ __forceinline__ uint32_t pair(uint32_t byte) { return byte * 0x00100010u + 0x76007600u; }
+};
+
+// The A fragment of a word of codes.
+__device__ __forceinline__ void expand_codes(uint32_t (&a)[4], uint32_t word, const ScalePairs& scales) {
+    constexpr uint32_t kMask = 0x81C081C0u;
+    a[0] = word & kMask;
+    a[1] = (word << 3) & kMask;
+    // 66 = 64 + 2: the magnitude goes up by 6 bits, the sign by 1, and the stray copies are masked.
+    a[2] = ((word & 0x40074007u) * 66u) & kMask;
+    a[3] = ((word >> 3) & 0x01C001C0u) | ((word << 2) & 0x80008000u);
+    a[0] = mul_bf16x2(a[0], scales.g);
+    a[1] = mul_bf16x2(a[1], scales.g8);
+    a[2] = mul_bf16x2(a[2], scales.g);
+    a[3] = mul_bf16x2(a[3], scales.g8);
+}
+
 struct Nvfp4Tile {
     static constexpr int kBytes = 4608;
+    static constexpr int kAhead = kChunks;  // chunks that registers hold
     static constexpr float kWeightScale = 256.0f;
-    uint4 codes[kChunks];
+    uint4 codes[kAhead];
     uint4 scales;
     uint4 next_scales;
 
@@ -103,57 +145,47 @@ struct Nvfp4Tile {
         next_scales = load_stream(tile + 16 * lane);
     }
     __device__ __forceinline__ void load_chunk(int i, const uint8_t* tile, int lane) {
-        codes[i] = load_stream(tile + 512 + 512 * i + 16 * lane);
+        codes[i % kAhead] = load_stream(tile + 512 + 512 * i + 16 * lane);
     }
     __device__ __forceinline__ void begin() { scales = next_scales; }
 
     __device__ __forceinline__ void multiply(int i, Accumulator& sum, const Inputs& x) const {
-        const uint32_t four = i < 2 ? scales.x : i < 4 ? scales.y : i < 6 ? scales.z : scales.w;
-        const uint32_t scale_g = scale_pair(__byte_perm(four, 0, i % 2 ? 0x4442 : 0x4440));
-        const uint32_t scale_g8 = scale_pair(__byte_perm(four, 0, i % 2 ? 0x4443 : 0x4441));
-        multiply_word(codes[i].x, scale_g, scale_g8, sum.sets[0], x.low.x, x.low.y);
-        multiply_word(codes[i].y, scale_g, scale_g8, sum.sets[1], x.low.z, x.low.w);
-        multiply_word(codes[i].z, scale_g, scale_g8, sum.sets[2], x.high.x, x.high.y);
-        multiply_word(codes[i].w, scale_g, scale_g8, sum.sets[3], x.high.z, x.high.w);
+        const ScalePairs pairs(scales, i);
+        const uint4& chunk = codes[i % kAhead];
+        multiply_word(chunk.x, pairs, sum.sets[0], x.low.x, x.low.y);
+        multiply_word(chunk.y, pairs, sum.sets[1], x.low.z, x.low.w);
+        multiply_word(chunk.z, pairs, sum.sets[2], x.high.x, x.high.y);
+        multiply_word(chunk.w, pairs, sum.sets[3], x.high.z, x.high.w);
     }
 
 private:
-    static __device__ __forceinline__ uint32_t scale_pair(uint32_t byte) { return byte * 0x00100010u + 0x76007600u; }
-
-    static __device__ __forceinline__ void multiply_word(uint32_t word, uint32_t scale_g, uint32_t scale_g8,
-                                                         float (&sum)[4], uint32_t x0, uint32_t x1) {
-        constexpr uint32_t kMask = 0x81C081C0u;
+    static __device__ __forceinline__ void multiply_word(uint32_t word, const ScalePairs& pairs, float (&sum)[4],
+                                                         uint32_t x0, uint32_t x1) {
         uint32_t a[4];
-        a[0] = word & kMask;
-        a[1] = (word << 3) & kMask;
-        // 66 = 64 + 2: the magnitude goes up by 6 bits, the sign by 1, and the stray copies are masked.
-        a[2] = ((word & 0x40074007u) * 66u) & kMask;
-        a[3] = ((word >> 3) & 0x01C001C0u) | ((word << 2) & 0x80008000u);
-        a[0] = mul_bf16x2(a[0], scale_g);
-        a[1] = mul_bf16x2(a[1], scale_g8);
-        a[2] = mul_bf16x2(a[2], scale_g);
-        a[3] = mul_bf16x2(a[3], scale_g8);
+        expand_codes(a, word, pairs);
         mma_bf16(sum, a, x0, x1);
     }
 };
 
 struct Bf16Tile {
     static constexpr int kBytes = 16384;
+    // Half a tile: 64 registers leave room for the next kernel's blocks beside this one's.
+    static constexpr int kAhead = kChunks / 2;
     static constexpr float kWeightScale = 1.0f;
-    uint4 words[kChunks][4];
+    uint4 words[kAhead][4];
 
     __device__ __forceinline__ void load_scales(const uint8_t*, int) {}
     __device__ __forceinline__ void load_chunk(int i, const uint8_t* tile, int lane) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) words[i][j] = load_stream(tile + 512 * (4 * i + j) + 16 * lane);
+        for (int j = 0; j < 4; ++j) words[i % kAhead][j] = load_stream(tile + 512 * (4 * i + j) + 16 * lane);
     }
     __device__ __forceinline__ void begin() {}
 
     __device__ __forceinline__ void multiply(int i, Accumulator& sum, const Inputs& x) const {
-        multiply_words(words[i][0], sum.sets[0], x.low.x, x.low.y);
-        multiply_words(words[i][1], sum.sets[1], x.low.z, x.low.w);
-        multiply_words(words[i][2], sum.sets[2], x.high.x, x.high.y);
-        multiply_words(words[i][3], sum.sets[3], x.high.z, x.high.w);
+        multiply_words(words[i % kAhead][0], sum.sets[0], x.low.x, x.low.y);
+        multiply_words(words[i % kAhead][1], sum.sets[1], x.low.z, x.low.w);
+        multiply_words(words[i % kAhead][2], sum.sets[2], x.high.x, x.high.y);
+        multiply_words(words[i % kAhead][3], sum.sets[3], x.high.z, x.high.w);
     }
 
 private:
@@ -163,20 +195,33 @@ private:
     }
 };
 
-// Requests a whole tile.
+// Requests a tile, or as much of it as registers hold.
 template <typename Tile>
 __device__ __forceinline__ void load_tile(Tile& tile, const uint8_t* address, int lane) {
     tile.load_scales(address, lane);
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) tile.load_chunk(i, address, lane);
+    for (int i = 0; i < Tile::kAhead; ++i) tile.load_chunk(i, address, lane);
 }
 
-// Multiplies the tile in registers with x, and refills each chunk from `next` as soon as it is used up, so that nearly
-// a whole tile is always on its way. x points at the lane's 16 inputs of chunk 0: column g, byte 32 t of the tile's
-// inputs.
+// Asks for what registers do not hold of a tile to come to the L2 cache: where it is not needed soon. Right behind this
+// a load would read the same from memory once more.
 template <typename Tile>
-__device__ __forceinline__ void multiply_tile(Tile& tile, Accumulator& sum, const uint4* x, const uint8_t* next,
-                                              int lane) {
+__device__ __forceinline__ void prefetch_rest(const uint8_t* address, int lane) {
+#if __CUDA_ARCH__ >= 900
+    constexpr int kHeld = Tile::kBytes / kChunks * Tile::kAhead;
+    if (Tile::kAhead < kChunks && lane == 0) {
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address + kHeld), "n"(Tile::kBytes - kHeld)
+                     : "memory");
+    }
+#endif
+}
+
+// Multiplies the tile that lies at `address` with x, and refills each chunk of registers as soon as it is used up, from
+// the rest of the tile and then from `next`, so that as much as registers hold is always on its way. x points at the
+// lane's 16 inputs of chunk 0: column g, byte 32 t of the tile's inputs.
+template <typename Tile>
+__device__ __forceinline__ void multiply_tile(Tile& tile, Accumulator& sum, const uint4* x, const uint8_t* address,
+                                              const uint8_t* next, int lane) {
     tile.begin();
     if (next) tile.load_scales(next, lane);
 #pragma unroll
@@ -184,6 +229,11 @@ __device__ __forceinline__ void multiply_tile(Tile& tile, Accumulator& sum, cons
         Inputs inputs;
         inputs.load(x + 8 * i);
         tile.multiply(i, sum, inputs);
-        if (next) tile.load_chunk(i, next, lane);
+        const int refill = i + Tile::kAhead;
+        if (refill < kChunks) {
+            tile.load_chunk(refill, address, lane);
+        } else if (next) {
+            tile.load_chunk(refill - kChunks, next, lane);
+        }
     }
 }

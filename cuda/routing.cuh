@@ -1,4 +1,4 @@
-// The choice of experts from router logits, made again by every block that needs it: it is cheaper than one more
+// The choice of experts from router scores, made again by every block that needs it: it is cheaper than one more
 // kernel.
 #pragma once
 
@@ -10,95 +10,112 @@ constexpr int kChosen = 6;  // K
 // The choices of NB rows, in shared memory.
 template <int NB>
 struct Routing {
-    int experts[NB][kChosen];        // ascending: slot s of a row is its s-th chosen expert by index
-    float weights[NB][kChosen];      // of the slots; they add up to 1
+    float weights[NB][kChosen];      // of slot s of a row, its s-th chosen expert by index; they add up to 1
     uint32_t masks[8];               // bit e % 32 of word e / 32: some row chose expert e
     int list[NB * kChosen];          // the experts that some row chose, ascending
     int8_t slots[NB * kChosen][NB];  // of list entry i: the slot of row n that chose it, or -1
     int n_list;
+
+    // By every thread, before the choice; a barrier lies between.
+    __device__ __forceinline__ void clear() {
+        if (NB == 1) return;
+        if (threadIdx.x < 8) masks[threadIdx.x] = 0;
+        for (int i = threadIdx.x; i < NB * kChosen * NB; i += blockDim.x) slots[i / NB][i % NB] = -1;
+    }
 };
 
-// One warp chooses for one row: the 6 largest sigmoid scores (ties: lowest index), divided by their sum, then put in
-// ascending order of the index, in which the experts' outputs are added.
-template <int NB>
-__device__ __forceinline__ void choose_experts(Routing<NB>& routing, const float* logits, int row, int lane) {
-    constexpr int kEach = kExperts / 32;  // expert 8 * lane + i
-    const float4 low = reinterpret_cast<const float4*>(logits + row * kExperts)[2 * lane];
-    const float4 high = reinterpret_cast<const float4*>(logits + row * kExperts)[2 * lane + 1];
-    const float logit[kEach] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    // A score is not negative, so its bits order as it does; one more tells a score of 0 from a chosen one.
-    uint32_t keys[kEach];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) keys[i] = __float_as_uint(1.0f / (1.0f + expf(-logit[i]))) + 1;
+// The larger one first.
+__device__ __forceinline__ void order(uint32_t& a, uint32_t& b) {
+    const uint32_t low = min(a, b);
+    a = max(a, b);
+    b = low;
+}
 
+// One of the choices of a row.
+struct Choice {
+    int expert;
+    float weight;  // its score divided by the sum of the chosen
+    int slot;      // its place among the chosen, which ascend by index
+};
+
+// One warp chooses for one row: the 6 largest scores (ties: lowest index), put in ascending order of the index, in
+// which the experts' outputs are added. Scores are sigmoids, so from 0 to 1. Lanes below 6 hold a choice each.
+__device__ __forceinline__ Choice choose_experts(const float* scores, int lane) {
+    // Lane L looks after experts 8 L .. 8 L + 7, as two lists of four in falling order. The bits of a score order as it
+    // does and are at most 0x3F800000: one more, which tells it from an empty place, times four leaves two bits that
+    // make a list's keys distinct, the lower index first.
+    uint32_t keys[2][4];
+#pragma unroll
+    for (int list = 0; list < 2; ++list) {
+        const float4 four = __ldcg(reinterpret_cast<const float4*>(scores) + 2 * lane + list);
+        const float score[4] = {four.x, four.y, four.z, four.w};
+        uint32_t (&k)[4] = keys[list];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) k[i] = (__float_as_uint(score[i]) + 1) * 4 + (3 - i);
+        order(k[0], k[1]);
+        order(k[2], k[3]);
+        order(k[0], k[2]);
+        order(k[1], k[3]);
+        order(k[1], k[2]);
+    }
+    uint32_t lower_lanes;
+    asm("mov.u32 %0, %%lanemask_lt;" : "=r"(lower_lanes));
     int expert = 0;
     float score = 0.0f, sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < kChosen; ++k) {
-        uint32_t best = 0;
-        int index = 0;
-#pragma unroll
-        for (int i = kEach - 1; i >= 0; --i) {
-            if (keys[i] >= best) {
-                best = keys[i];
-                index = i;
-            }
-        }
-        const uint32_t most = __reduce_max_sync(0xFFFFFFFFu, best);
-        const int owner = __ffs(__ballot_sync(0xFFFFFFFFu, best == most)) - 1;
-        const int chosen = __shfl_sync(0xFFFFFFFFu, 8 * lane + index, owner);
-        const float value = __uint_as_float(most - 1);
+        const uint32_t heads[2] = {keys[0][0] | 3, keys[1][0] | 3};
+        const uint32_t best = max(heads[0], heads[1]);
+        const uint32_t most = __reduce_max_sync(~0u, best);
+        const uint32_t equal = __ballot_sync(~0u, best == most);
+        const bool first = heads[0] == best, mine = best == most && (equal & lower_lanes) == 0;
+        const int own = 8 * lane + (first ? 3 - keys[0][0] % 4 : 7 - keys[1][0] % 4);
+        const int chosen = __shfl_sync(~0u, own, __ffs(equal) - 1);
+        const float value = __uint_as_float(most / 4 - 1);
         sum += value;
         if (lane == k) {
             expert = chosen;
             score = value;
         }
 #pragma unroll
-        for (int i = 0; i < kEach; ++i)
-            if (lane == owner && i == index) keys[i] = 0;
+        for (int list = 0; list < 2; ++list) {
+            const bool pop = mine && first == (list == 0);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) keys[list][i] = pop ? (i < 3 ? keys[list][i + 1] : 0) : keys[list][i];
+        }
     }
     int slot = 0;
 #pragma unroll
-    for (int k = 0; k < kChosen; ++k) slot += __shfl_sync(0xFFFFFFFFu, expert, k) < expert;
-    if (lane < kChosen) {
-        routing.experts[row][slot] = expert;
-        routing.weights[row][slot] = score / sum;
-        atomicOr(&routing.masks[expert / 32], 1u << (expert % 32));
-    }
+    for (int k = 0; k < kChosen; ++k) slot += __shfl_sync(~0u, expert, k) < expert;
+    return {expert, score / sum, slot};
 }
 
-// Fills `routing` for rows 0 .. rows-1. Needs at least NB warps; every thread of the block calls it; ends synchronised.
+// Warp `row` of the first NB warps, which call it, chooses for row `row`; barrier `barrier` is theirs. The list of all
+// choices is there once they have all returned.
 template <int NB>
-__device__ __forceinline__ void route(Routing<NB>& routing, const float* logits, int rows) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (threadIdx.x < 8) routing.masks[threadIdx.x] = 0;
-    __syncthreads();
-    if (warp < rows) choose_experts<NB>(routing, logits, warp, lane);
-    __syncthreads();
-    if (warp == 0) {
-        const uint32_t mask = routing.masks[lane % 8];
+__device__ __forceinline__ void route(Routing<NB>& routing, const float* scores, int rows, int barrier) {
+    const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Choice choice = {};
+    const bool chose = row < rows && lane < kChosen;
+    if (row < rows) choice = choose_experts(scores + row * kExperts, lane);
+    const int expert = choice.expert, word = expert / 32;
+    if (chose) routing.weights[row][choice.slot] = choice.weight;
+    if constexpr (NB == 1) {
+        if (chose) routing.list[choice.slot] = expert;
+    } else {
+        if (chose) atomicOr(&routing.masks[word], 1u << (expert % 32));
+        asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(NB * 32) : "memory");
         int before = 0, all = 0;
 #pragma unroll
         for (int w = 0; w < 8; ++w) {
-            const int count = __popc(__shfl_sync(0xFFFFFFFFu, mask, w));
-            before += w < lane ? count : 0;
-            all += count;
+            const uint32_t mask = routing.masks[w];
+            all += __popc(mask);
+            before += __popc(w < word ? mask : w == word ? mask & ((1u << (expert % 32)) - 1) : 0);
         }
-        if (lane < 8) {
-            for (uint32_t rest = mask; rest; rest &= rest - 1) routing.list[before++] = 32 * lane + __ffs(rest) - 1;
+        if (chose) {
+            routing.list[before] = expert;  // by every row that chose it
+            routing.slots[before][row] = int8_t(choice.slot);
         }
-        if (lane == 0) routing.n_list = all;
+        if (threadIdx.x == 0) routing.n_list = all;
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < routing.n_list * NB; i += blockDim.x) {
-        const int row = i % NB;
-        int8_t slot = -1;
-        if (row < rows) {
-#pragma unroll
-            for (int k = 0; k < kChosen; ++k)
-                if (routing.experts[row][k] == routing.list[i / NB]) slot = int8_t(k);
-        }
-        routing.slots[i / NB][row] = slot;
-    }
-    __syncthreads();
 }

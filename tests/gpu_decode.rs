@@ -184,9 +184,10 @@ fn linear(
 }
 
 /// Products that norm their input. Every row of a step equals the row alone, bit for bit, whatever kernel ran it.
-fn normed_product(family: &decode::Family, shape: LinearShape, after: After, rows_of: &[usize]) {
+fn normed_product(family: &decode::Family, shape: impl Fn(TileFormat) -> LinearShape, after: After, rows_of: &[usize]) {
     let (gpu, mut random) = (Gpu::open(), Random::fresh());
     for (kind, format) in FORMATS {
+        let shape = shape(format);
         let matrices: Vec<Matrix> = rows_of.iter().map(|&n| matrix(&mut random, kind, n, HIDDEN)).collect();
         let packed = if after == After::SwiGlu {
             let [gate, up] = [0, 1].map(|i| matrices[i].clone());
@@ -253,20 +254,20 @@ fn normed_product(family: &decode::Family, shape: LinearShape, after: After, row
 #[test]
 #[ignore = "needs a CUDA GPU: make test-gpu"]
 fn qkv() {
-    normed_product(&DECODE_QKV, QKV_SHAPE, After::Bf16, &[4096, 512, 512]);
+    normed_product(&DECODE_QKV, |_| QKV_SHAPE, After::Bf16, &[4096, 512, 512]);
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU: make test-gpu"]
 fn dense_up() {
-    normed_product(&DECODE_DENSE_UP, DENSE_UP_SHAPE, After::SwiGlu, &[6144, 6144]);
+    normed_product(&DECODE_DENSE_UP, |_| DENSE_UP_SHAPE, After::SwiGlu, &[6144, 6144]);
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU: make test-gpu"]
 fn lm_head() {
     // A number of strips that neither the warps nor the blocks divide.
-    normed_product(&DECODE_LM_HEAD, LinearShape::lm_head(132), After::F32, &[16 * 2753]);
+    normed_product(&DECODE_LM_HEAD, |format| LinearShape::lm_head(132, format), After::F32, &[16 * 2753]);
 }
 
 /// Products of plain rows.
@@ -349,38 +350,35 @@ impl Moe {
 
 /// What the three kernels of a MoE layer wrote.
 struct MoeOutput {
-    logits: Vec<u8>,
+    scores: Vec<u8>,
     act_shared: Vec<u8>,
     act: Vec<u8>,
     delta: Vec<u8>,
 }
 
-/// Runs the layer; `logits` in place of the router's own for the choice of experts.
-fn run_moe(gpu: &Gpu, moe: &Moe, format: TileFormat, norm: &Norm, logits: Option<&[f32]>, pdl: bool) -> MoeOutput {
+/// Runs the layer; `scores` in place of the router's own for the choice of experts.
+fn run_moe(gpu: &Gpu, moe: &Moe, format: TileFormat, norm: &Norm, scores: Option<&[f32]>, pdl: bool) -> MoeOutput {
     let rows = norm.rows;
     let lens = [EXPERTS * 4, SHARED_WIDTH * 2, CHOSEN * EXPERT_WIDTH * 2, HIDDEN * 2].map(|len| len * rows);
-    let [own_logits, act_shared, act, delta] = lens.map(|len| gpu.poisoned(len));
-    let given = logits.map(|logits| gpu.f32s(logits));
-    let logits = given.as_ref().unwrap_or(&own_logits).address();
-    let router = DecodeRouterArgs {
-        norm: norm.args(),
-        router: moe.router_buffer.address(),
-        logits: own_logits.address(),
-        shared_gate_up: moe.shared_gate_up[0].address(),
-        shared_scales: moe.shared_gate_up[1].address(),
-        act_shared: act_shared.address(),
-    };
+    let [own_scores, act_shared, act, delta] = lens.map(|len| gpu.poisoned(len));
+    let given = scores.map(|scores| gpu.f32s(scores));
+    let scores = given.as_ref().unwrap_or(&own_scores).address();
+    let router =
+        DecodeRouterArgs { norm: norm.args(), router: moe.router_buffer.address(), scores: own_scores.address() };
     let up = DecodeExpertsUpArgs {
         x: norm.args().normed,
-        logits,
+        scores,
         gate_up: moe.gate_up[0].address(),
         scales: moe.gate_up[1].address(),
         act: act.address(),
+        shared_gate_up: moe.shared_gate_up[0].address(),
+        shared_scales: moe.shared_gate_up[1].address(),
+        act_shared: act_shared.address(),
         rows: rows as u32,
         reserved: 0,
     };
     let down = DecodeDownArgs {
-        logits,
+        scores,
         down: moe.down[0].address(),
         scales: moe.down[1].address(),
         shared_down: moe.shared_down.address(),
@@ -392,27 +390,35 @@ fn run_moe(gpu: &Gpu, moe: &Moe, format: TileFormat, norm: &Norm, logits: Option
     };
     // SAFETY: every buffer has the extent that the structs state, and lives until the downloads below.
     unsafe {
-        gpu.launch(DECODE_ROUTER.kernel(format, rows), decode_router_launch(format, rows), pdl, &router);
+        gpu.launch(DECODE_ROUTER.kernel(format, rows), decode_router_launch(rows), pdl, &router);
         gpu.launch(DECODE_EXPERTS_UP.kernel(format, rows), decode_experts_up_launch(format, rows, 44), pdl, &up);
         gpu.launch(DECODE_DOWN.kernel(format, rows), decode_down_launch(format, rows, 44), pdl, &down);
     }
-    let [logits, act_shared, act, delta] =
-        [(&own_logits, lens[0]), (&act_shared, lens[1]), (&act, lens[2]), (&delta, lens[3])]
+    let [scores, act_shared, act, delta] =
+        [(&own_scores, lens[0]), (&act_shared, lens[1]), (&act, lens[2]), (&delta, lens[3])]
             .map(|(buffer, len)| output(buffer, len));
-    MoeOutput { logits, act_shared, act, delta }
+    MoeOutput { scores, act_shared, act, delta }
 }
 
-/// The reference from the normed rows `x` and the logits that choose, against `out`.
-fn check_moe(moe: &Moe, x: &[f32], logits: &[f32], out: &MoeOutput) {
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// The reference from the normed rows `x` and the scores that choose, against `out`.
+fn check_moe(moe: &Moe, x: &[f32], scores: &[f32], out: &MoeOutput) {
     let cancel = Cancel::default();
-    check_product("router", &to_f32s(&out.logits), &project(&moe.router, x, Float32, &cancel).unwrap(), false);
+    let logits = project(&moe.router, x, Float32, &cancel).unwrap();
+    // As in `check_product`; a sigmoid is at most a quarter as steep, and its exponential is good to 2^-21.
+    let bound = 0.25e-5 * rms(&logits) + 1e-6;
+    let exact: Vec<f32> = logits.into_iter().map(sigmoid).collect();
+    assert_close("router", &to_f32s(&out.scores), &exact, |_| bound);
     let shared = swiglu_act(&moe.shared, x, Float32, &cancel).unwrap();
     let near = |exact: &[f32]| {
         let (exact, spread) = (exact.to_vec(), rms(exact));
         move |i: usize| 1e-5 * spread + bf16_step(exact[i]) * 0.51
     };
     assert_close("shared act", &to_bf16s(&out.act_shared), &shared, near(&shared));
-    let routes = Routes::from_logits(logits, EXPERTS, CHOSEN);
+    let routes = Routes::from_scores(scores, EXPERTS, CHOSEN);
     let act = to_bf16s(&out.act);
     for (row, x) in x.chunks_exact(HIDDEN).enumerate() {
         let mut chosen: Vec<(usize, f32)> = routes.of(row).collect();
@@ -448,11 +454,11 @@ fn moe_layer() {
         let norm = Norm::new(&gpu, &mut random, 8);
         let eight = run_moe(&gpu, &moe, format, &norm, None, false);
         let x = norm.check();
-        check_moe(&moe, &x, &to_f32s(&eight.logits), &eight);
+        check_moe(&moe, &x, &to_f32s(&eight.scores), &eight);
         for row in 0..8 {
             let one = run_moe(&gpu, &moe, format, &norm.row(&gpu, row), None, true);
             for (name, one, eight) in [
-                ("logits", &one.logits, &eight.logits),
+                ("scores", &one.scores, &eight.scores),
                 ("act_shared", &one.act_shared, &eight.act_shared),
                 ("act", &one.act, &eight.act),
                 ("delta", &one.delta, &eight.delta),
@@ -488,10 +494,11 @@ fn choices_at_the_edges() {
     for e in [0, 31, 32, 100, 254, 255] {
         logits[3 * EXPERTS + e] = -1.0 - e as f32 / 256.0;
     }
+    let scores: Vec<f32> = logits.into_iter().map(sigmoid).collect();
     for n in [8, 5, 1] {
         let norm = Norm::new(&gpu, &mut random, n);
-        let out = run_moe(&gpu, &moe, format, &norm, Some(&logits[..n * EXPERTS]), true);
-        check_moe(&moe, &norm.check(), &logits[..n * EXPERTS], &out);
+        let out = run_moe(&gpu, &moe, format, &norm, Some(&scores[..n * EXPERTS]), true);
+        check_moe(&moe, &norm.check(), &scores[..n * EXPERTS], &out);
     }
 }
 

@@ -67,13 +67,7 @@ pub struct DecodeRouterArgs {
     /// `[256, D]` f32.
     pub router: u64,
     /// `[B, 256]` f32, written.
-    pub logits: u64,
-    /// `[128, 4]` tiles of gate and up rows.
-    pub shared_gate_up: u64,
-    /// `[128, 2]` f32: gate, up.
-    pub shared_scales: u64,
-    /// `[B, 1024]` bf16, written.
-    pub act_shared: u64,
+    pub scores: u64,
 }
 
 /// Argument of `decode_experts_up`.
@@ -82,14 +76,20 @@ pub struct DecodeRouterArgs {
 pub struct DecodeExpertsUpArgs {
     /// `[B, D]` bf16, normed.
     pub x: u64,
-    /// `[B, 256]` f32.
-    pub logits: u64,
+    /// `[B, 256]` f32, from 0 to 1.
+    pub scores: u64,
     /// `[256, 64, 4]` tiles of gate and up rows.
     pub gate_up: u64,
     /// `[256, 2]` f32: gate, up.
     pub scales: u64,
     /// `[B, 6, 512]` bf16 by slot, written.
     pub act: u64,
+    /// `[128, 4]` tiles of gate and up rows.
+    pub shared_gate_up: u64,
+    /// `[128, 2]` f32: gate, up.
+    pub shared_scales: u64,
+    /// `[B, 1024]` bf16, written.
+    pub act_shared: u64,
     /// B.
     pub rows: u32,
     /// Fills the struct.
@@ -100,8 +100,8 @@ pub struct DecodeExpertsUpArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DecodeDownArgs {
-    /// `[B, 256]` f32.
-    pub logits: u64,
+    /// `[B, 256]` f32, from 0 to 1.
+    pub scores: u64,
     /// `[256, 128]` tiles.
     pub down: u64,
     /// `[256]` f32.
@@ -139,28 +139,29 @@ const _: () = assert!(
         && size_of::<DecodeLinearArgs>() == 88
         && offset_of!(DecodeLinearArgs, x) == 48
         && offset_of!(DecodeLinearArgs, strips) == 80
-        && size_of::<DecodeRouterArgs>() == 88
-        && size_of::<DecodeExpertsUpArgs>() == 48
+        && size_of::<DecodeRouterArgs>() == 64
+        && size_of::<DecodeExpertsUpArgs>() == 72
         && size_of::<DecodeDownArgs>() == 64
         && size_of::<DecodeEmbedArgs>() == 32
 );
 
-/// One operation, compiled for each format and number of rows.
+/// One operation, compiled for each number of rows and, where tiles matter, for each format.
 #[derive(Clone, Copy, Debug)]
 pub struct Family {
-    /// By format (NVFP4, BF16), then as [`ROWS`].
-    kernels: [[Kernel; 4]; 2],
+    /// By format (NVFP4, BF16), or one for both; then as [`ROWS`].
+    kernels: &'static [[Kernel; 4]],
 }
 
 impl Family {
     /// The kernel for a step of `rows` rows, 1 to 8.
     pub fn kernel(&self, format: TileFormat, rows: usize) -> Kernel {
-        self.kernels[usize::from(format == TileFormat::Bf16)][variant(rows)]
+        let format = usize::from(format == TileFormat::Bf16);
+        self.kernels[format.min(self.kernels.len() - 1)][variant(rows)]
     }
 
     /// All of them, to load at start.
     pub fn all(&self) -> impl Iterator<Item = Kernel> {
-        self.kernels.into_iter().flatten()
+        self.kernels.iter().flatten().copied()
     }
 }
 
@@ -177,20 +178,19 @@ const fn symbol(bytes: &'static [u8]) -> &'static CStr {
 }
 
 macro_rules! family {
-    ($(#[$doc:meta])* $family:ident, $name:literal, $args:ty) => {
+    ($(#[$doc:meta])* $family:ident, $name:literal, [$($format:literal),*], $args:ty) => {
         $(#[$doc])*
         pub static $family: Family = Family {
-            kernels: [
-                [family!(@ $name, "nvfp4", "1", $args), family!(@ $name, "nvfp4", "2", $args),
-                 family!(@ $name, "nvfp4", "4", $args), family!(@ $name, "nvfp4", "8", $args)],
-                [family!(@ $name, "bf16", "1", $args), family!(@ $name, "bf16", "2", $args),
-                 family!(@ $name, "bf16", "4", $args), family!(@ $name, "bf16", "8", $args)],
-            ],
+            kernels: &[$([family!(@ $name, $format, "_1", $args), family!(@ $name, $format, "_2", $args),
+                          family!(@ $name, $format, "_4", $args), family!(@ $name, $format, "_8", $args)]),*],
         };
+    };
+    ($(#[$doc:meta])* $family:ident, $name:literal, $args:ty) => {
+        family!($(#[$doc])* $family, $name, ["_nvfp4", "_bf16"], $args);
     };
     (@ $name:literal, $format:literal, $rows:literal, $args:ty) => {
         Kernel {
-            symbol: symbol(concat!($name, "_", $format, "_", $rows, "\0").as_bytes()),
+            symbol: symbol(concat!($name, $format, $rows, "\0").as_bytes()),
             args_bytes: size_of::<$args>(),
             pdl: true,
         }
@@ -213,10 +213,10 @@ family!(
     /// Final norm and logits.
     DECODE_LM_HEAD, "decode_lm_head", DecodeLinearArgs);
 family!(
-    /// Router logits and the shared expert's first half.
-    DECODE_ROUTER, "decode_router", DecodeRouterArgs);
+    /// The router's scores.
+    DECODE_ROUTER, "decode_router", [""], DecodeRouterArgs);
 family!(
-    /// The chosen experts' first half.
+    /// The experts' first half, shared and chosen ones.
     DECODE_EXPERTS_UP, "decode_experts_up", DecodeExpertsUpArgs);
 family!(
     /// The second half of a MoE layer.
@@ -233,7 +233,7 @@ const fn x_stride(cols: usize) -> usize {
 
 /// Bytes of `Routing` of `routing.cuh` for `rows` rows.
 const fn routing_bytes(rows: usize) -> usize {
-    let bytes = 4 * rows * CHOSEN + 4 * rows * CHOSEN + 4 * 8 + 4 * rows * CHOSEN + rows * CHOSEN * rows;
+    let bytes = 4 * rows * CHOSEN + 4 * 8 + 4 * rows * CHOSEN + rows * CHOSEN * rows;
     bytes.next_multiple_of(4) + 4
 }
 
@@ -251,18 +251,19 @@ pub struct LinearShape {
 }
 
 /// Shape of [`DECODE_QKV`].
-pub const QKV_SHAPE: LinearShape = LinearShape { cols: 2048, split: 4, groups: 2, most_blocks: 1024 };
+pub const QKV_SHAPE: LinearShape = LinearShape { cols: 2048, split: 4, groups: 3, most_blocks: 1024 };
 /// Shape of [`DECODE_O`].
 pub const O_SHAPE: LinearShape = LinearShape { cols: 4096, split: 8, groups: 1, most_blocks: 1024 };
 /// Shape of [`DECODE_DENSE_UP`].
-pub const DENSE_UP_SHAPE: LinearShape = LinearShape { cols: 2048, split: 4, groups: 2, most_blocks: 1024 };
+pub const DENSE_UP_SHAPE: LinearShape = LinearShape { cols: 2048, split: 4, groups: 3, most_blocks: 1024 };
 /// Shape of [`DECODE_DENSE_DOWN`].
 pub const DENSE_DOWN_SHAPE: LinearShape = LinearShape { cols: 6144, split: 6, groups: 1, most_blocks: 1024 };
 
 impl LinearShape {
-    /// Shape of [`DECODE_LM_HEAD`] on a card of `processors` multiprocessors: two blocks on each, for ever.
-    pub fn lm_head(processors: usize) -> Self {
-        Self { cols: 2048, split: 1, groups: 8, most_blocks: 2 * processors }
+    /// Shape of [`DECODE_LM_HEAD`] on a card of `processors` multiprocessors: as many blocks as it holds, for ever.
+    pub fn lm_head(processors: usize, format: TileFormat) -> Self {
+        let each = if format == TileFormat::Nvfp4 { 2 } else { 1 };
+        Self { cols: 2048, split: 2, groups: 4, most_blocks: each * processors }
     }
 
     /// The launch for a matrix of `strips` strips and `rows` rows of input.
@@ -280,24 +281,27 @@ impl LinearShape {
 }
 
 /// The launch of [`DECODE_ROUTER`].
-pub fn decode_router_launch(format: TileFormat, rows: usize) -> Launch {
+pub fn decode_router_launch(rows: usize) -> Launch {
     let columns = ROWS[variant(rows)];
     Launch {
         grid: [128, 1, 1],
-        block: 6 * 32,
-        shared_bytes: (columns * x_stride(HIDDEN) + 4 * 4 * TILE_ROWS * columns) as u32,
-        bytes: (EXPERTS * HIDDEN * 4 + 128 * 4 * format.tile_bytes() + rows * (HIDDEN * 6 + SHARED_WIDTH * 2)) as u64,
+        block: 8 * 32,
+        shared_bytes: (columns * x_stride(HIDDEN) + 4 * 8 * columns) as u32,
+        bytes: (EXPERTS * HIDDEN * 4 + rows * (HIDDEN * 8 + EXPERTS * 4)) as u64,
     }
 }
 
 /// The launch of [`DECODE_EXPERTS_UP`], for `distinct` experts in all.
 pub fn decode_experts_up_launch(format: TileFormat, rows: usize, distinct: usize) -> Launch {
     let columns = ROWS[variant(rows)];
+    let warps = if columns == 1 { 16 } else { 12 };
+    let sums = 4 * 2 * warps * TILE_ROWS * columns;
+    let activations = HIDDEN + CHOSEN * EXPERT_WIDTH + SHARED_WIDTH;
     Launch {
         grid: [128, 1, 1],
-        block: 12 * 32,
-        shared_bytes: (columns * x_stride(HIDDEN) + 4 * 2 * 12 * TILE_ROWS * columns + routing_bytes(columns)) as u32,
-        bytes: (distinct * 64 * 4 * format.tile_bytes() + rows * (HIDDEN * 2 + CHOSEN * EXPERT_WIDTH * 2)) as u64,
+        block: (warps * 32) as u32,
+        shared_bytes: (columns * x_stride(HIDDEN) + sums + routing_bytes(columns)) as u32,
+        bytes: ((distinct * 64 + 128) * 4 * format.tile_bytes() + rows * activations * 2) as u64,
     }
 }
 
@@ -326,11 +330,12 @@ mod tests {
     #[test]
     fn every_strip_has_a_group() {
         for (shape, strips, blocks, threads) in [
-            (QKV_SHAPE, 320, 160, 256),
+            (QKV_SHAPE, 320, 107, 384),
             (O_SHAPE, 128, 128, 256),
-            (DENSE_UP_SHAPE, 768, 384, 256),
+            (DENSE_UP_SHAPE, 768, 256, 384),
             (DENSE_DOWN_SHAPE, 128, 128, 192),
-            (LinearShape::lm_head(132), 9384, 264, 256),
+            (LinearShape::lm_head(132, TileFormat::Nvfp4), 9384, 264, 256),
+            (LinearShape::lm_head(132, TileFormat::Bf16), 9384, 132, 256),
         ] {
             let launch = shape.launch(TileFormat::Nvfp4, 1, strips, 0);
             assert_eq!((launch.grid, launch.block), ([blocks, 1, 1], threads));
@@ -347,8 +352,8 @@ mod tests {
                 QKV_SHAPE.launch(format, 8, 320, 0),
                 O_SHAPE.launch(format, 8, 128, 0),
                 DENSE_UP_SHAPE.launch(format, 8, 768, 0),
-                LinearShape::lm_head(132).launch(format, 8, 9384, 0),
-                decode_router_launch(format, 8),
+                LinearShape::lm_head(132, format).launch(format, 8, 9384, 0),
+                decode_router_launch(8),
                 decode_experts_up_launch(format, 8, 44),
                 decode_down_launch(format, 8, 44),
             ] {
@@ -364,5 +369,9 @@ mod tests {
             assert_eq!(kernel.symbol.to_str().unwrap(), format!("decode_qkv_bf16_{name}"));
         }
         assert_eq!(DECODE_DOWN.all().count(), 8);
+        // The router has no tiles.
+        for format in [TileFormat::Nvfp4, TileFormat::Bf16] {
+            assert_eq!(DECODE_ROUTER.kernel(format, 2).symbol, c"decode_router_2");
+        }
     }
 }

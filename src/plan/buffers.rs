@@ -73,8 +73,8 @@ buffers! {
     attn_partial,
     /// `[8, G]` u32, zero between launches.
     attn_counters,
-    /// `[8, E]` f32.
-    router_logits,
+    /// `[8, E]` f32: the router's scores, or its logits on the general path.
+    router_scores,
     /// `[8, K]` u32, the chosen experts, of the general path.
     chosen,
     /// `[8, K]` f32, their weights.
@@ -121,7 +121,7 @@ impl Buffers {
             attn: rows(heads * config.head_dim, 2),
             attn_partial,
             attn_counters: rows(kv_heads, 4),
-            router_logits: rows(config.n_experts, 4),
+            router_scores: rows(config.n_experts, 4),
             chosen: rows(config.n_experts_per_token, 4),
             chosen_weights: rows(config.n_experts_per_token, 4),
             act: rows(act_width(config), 2),

@@ -355,14 +355,11 @@ impl Builder<'_> {
                     operation: Operation::Router,
                     layer: index,
                     kernel: decode::DECODE_ROUTER.kernel(format, rows),
-                    launch: decode::decode_router_launch(format, rows),
+                    launch: decode::decode_router_launch(rows),
                     args: Args::DecodeRouter(DecodeRouterArgs {
                         norm: NormArgs { normed: b.normed, ..norm },
                         router: w + router,
-                        logits: b.router_logits,
-                        shared_gate_up: w + shared_up.tiles,
-                        shared_scales: w + shared_up.scales,
-                        act_shared: b.act_shared,
+                        scores: b.router_scores,
                     }),
                 });
                 steps.push(Step {
@@ -372,10 +369,13 @@ impl Builder<'_> {
                     launch: decode::decode_experts_up_launch(format, rows, distinct),
                     args: Args::DecodeExpertsUp(DecodeExpertsUpArgs {
                         x: b.normed,
-                        logits: b.router_logits,
+                        scores: b.router_scores,
                         gate_up: w + up.tiles,
                         scales: w + up.scales,
                         act: b.act,
+                        shared_gate_up: w + shared_up.tiles,
+                        shared_scales: w + shared_up.scales,
+                        act_shared: b.act_shared,
                         rows: rows as u32,
                         reserved: 0,
                     }),
@@ -386,7 +386,7 @@ impl Builder<'_> {
                     kernel: decode::DECODE_DOWN.kernel(format, rows),
                     launch: decode::decode_down_launch(format, rows, distinct),
                     args: Args::DecodeDown(DecodeDownArgs {
-                        logits: b.router_logits,
+                        scores: b.router_scores,
                         down: w + down.tiles,
                         scales: w + down.scales,
                         shared_down: w + shared_down,
@@ -403,7 +403,7 @@ impl Builder<'_> {
 
     fn lm_head(&self, weights: &FastWeights) -> Step {
         let vocab = self.plan.config.vocab_size;
-        let shape = LinearShape::lm_head(self.plan.card.processors);
+        let shape = LinearShape::lm_head(self.plan.card.processors, self.format);
         self.linear(
             Operation::LmHead,
             weights.layers.len(),

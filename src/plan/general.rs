@@ -336,10 +336,10 @@ impl Builder<'_> {
                 steps.push(self.project_to_delta(Operation::DenseDown, index, down, b.act));
             }
             GeneralMlp::Moe { router, experts, shared } => {
-                let logits = Out { address: b.router_logits, stride: router.rows, offset: 0, f32: true };
+                let logits = Out { address: b.router_scores, stride: router.rows, offset: 0, f32: true };
                 steps.push(self.project(Operation::Router, index, router, b.normed, logits));
                 let args = GeneralRouterArgs {
-                    logits: b.router_logits,
+                    logits: b.router_scores,
                     experts: b.chosen,
                     weights: b.chosen_weights,
                     n_experts: config.n_experts as u32,

@@ -43,9 +43,14 @@ pub struct Routes {
 impl Routes {
     /// Chooses from `logits` (`[T, E]`): the `per_token` highest sigmoid scores (ties: lowest index), divided by their sum.
     pub fn from_logits(logits: &[f32], n_experts: usize, per_token: usize) -> Self {
+        let scores: Vec<f32> = logits.iter().map(|&x| 1.0 / (1.0 + (-x).exp())).collect();
+        Self::from_scores(&scores, n_experts, per_token)
+    }
+
+    /// The same from the sigmoids, `[T, E]`.
+    pub fn from_scores(scores: &[f32], n_experts: usize, per_token: usize) -> Self {
         let mut routes = Self { per_token, experts: Vec::new(), weights: Vec::new() };
-        for logits in logits.chunks_exact(n_experts) {
-            let scores: Vec<f32> = logits.iter().map(|&x| 1.0 / (1.0 + (-x).exp())).collect();
+        for scores in scores.chunks_exact(n_experts) {
             let mut order: Vec<usize> = (0..n_experts).collect();
             order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
             order.truncate(per_token);
