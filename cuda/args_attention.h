@@ -4,6 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
+// Most parts that the positions of a row are divided into.
+constexpr uint32_t kAttentionParts = 32;
+
 struct DecodeAttentionArgs {
     const void* qkv;            // [B, (8 + 2) G, 128] bf16: q, k, v as projected; 16-byte aligned
     void* kv;                   // of this layer in block 0, [2, G, 64 * 128] bf16; 16-byte aligned
@@ -11,19 +14,19 @@ struct DecodeAttentionArgs {
     const uint32_t* positions;  // [B] of the new tokens
     const float* q_norm;        // [128], 16-byte aligned
     const float* k_norm;        // [128], 16-byte aligned
-    const float* inv_freq;      // [64], or null: no rotation
+    const float* rope;          // [B, 2, 64] cos, then sin, of decode_embed; 16-byte aligned; or null: no rotation
     const float* sinks;         // [8 G]
     void* attn;                 // [B, 8 G, 128] bf16; 8-byte aligned
-    float* partial;             // [B, G, max_splits, 1040], 16-byte aligned
-    uint32_t* counters;         // [B, G], zero before and after
+    float* partial;             // [B, G, kAttentionParts, 8, 132], 16-byte aligned; null with a window
+    uint32_t* counters;         // [B, G], zero before and after; null with a window
     uint64_t block_stride;      // bf16 values from a block to the next
     uint32_t table_stride;
-    uint32_t window;           // positions seen, the new one included; 0: all
-    uint32_t max_splits;       // 1 to 32
-    uint32_t split_positions;  // fewest positions worth a split, at least 64
+    uint32_t window;  // positions seen, the new one included; 0: all
     float eps;
+    uint32_t rows;      // B
+    uint32_t kv_heads;  // G
     uint32_t reserved;
 };
 static_assert(sizeof(DecodeAttentionArgs) == 120 && offsetof(DecodeAttentionArgs, q_norm) == 32 &&
               offsetof(DecodeAttentionArgs, attn) == 64 && offsetof(DecodeAttentionArgs, block_stride) == 88 &&
-              offsetof(DecodeAttentionArgs, window) == 100 && offsetof(DecodeAttentionArgs, eps) == 112);
+              offsetof(DecodeAttentionArgs, window) == 100 && offsetof(DecodeAttentionArgs, eps) == 104);

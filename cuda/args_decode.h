@@ -68,7 +68,10 @@ static_assert(sizeof(DecodeDownArgs) == 64);
 struct DecodeEmbedArgs {
     const __nv_bfloat16* embedding;  // [V, D]
     const uint32_t* tokens;          // [B]
+    const uint32_t* positions;       // [B]
+    const float* inv_freq;           // [64]
     __nv_bfloat16* delta;            // [B, D]
     __nv_bfloat16* residual;         // [B, D] zeroed
+    float* rope;                     // [B, 2, 64] cos, sin
 };
-static_assert(sizeof(DecodeEmbedArgs) == 32);
+static_assert(sizeof(DecodeEmbedArgs) == 56);

@@ -1,23 +1,26 @@
 // decode_attention.cu: attention of one new token a sequence, for one layer.
 //
-//   q, k = rope(norm(q)), rope(norm(k))          each rounded to bf16; no rope where inv_freq is null
+//   decode_attention         a layer that sees all positions
+//   decode_attention_window  a layer that sees the last `window`
+//
+//   q, k = rope(norm(q)), rope(norm(k))          each rounded to bf16; no rotation where rope is null
 //   cache[position] = k, v
-//   p[i] = exp(q . k[i] / sqrt(128) - m)         i from max(0, position - window + 1) to position, m the maximum of the
-//   attn = sum p[i] v[i] / (sum p[i] + exp(sink - m))         scores and the sink
+//   p[i] = exp(q . k[i] / sqrt(128) - m)         for the positions i seen, m the maximum of the scores and the sink
+//   attn = sum p[i] v[i] / (sum p[i] + exp(sink - m))
 //
-// in       qkv [B, 10 G, 128] bf16, positions [B], blocks [B, context / 64], norms, inv_freq, sinks: see
-// args_attention.h in, out  kv    per block and layer: K [G, 64 positions, 128], V [G, 128, 64 positions], bf16 out
-// attn  [B, 8 G, 128] bf16 p is rounded to bf16 for the product with v, relative to the maximum that its warp has seen;
-// all else is fp32.
+// in       qkv [B, 10 G, 128] bf16, positions [B], blocks [B, context / 64], norms, rope, sinks: see args_attention.h
+// in, out  kv    per block and layer: K [G, 64 positions, 128], V [G, 128, 64 positions], bf16
+// out      attn  [B, 8 G, 128] bf16
+// p is rounded to bf16 for the product with v, relative to the maximum that its warp has seen; all else is fp32.
 //
-// launch   grid (max_splits, G, B), block 32 n for n in 4..=8; no dynamic shared memory. The blocks of positions that a
-//          token sees are divided among splits(positions seen) thread blocks; the others leave at once. The last to
-//          finish merges.
-// order    tiles of 32 positions go to the warps in turn. Warps, then the new position, then splits merge in ascending
-// order, and
-//          the sink comes last. All of it depends on the token's own position alone.
-// bound    memory: 512 bytes a position seen and KV head
-// PDL      the first tile of each warp is loaded before the wait; triggers right after it
+// launch   decode_attention: any grid of 256 threads. The positions of a row and KV head are divided into up to
+//          kAttentionParts parts, and the blocks take parts of all rows in turn; at most 256 rows.
+//          decode_attention_window: grid (8, G, B) of 160 threads in clusters of 8. No dynamic shared memory.
+// order    Tiles of 32 or 16 positions go to the warps of a block or cluster in turn, behind the last tile the new
+//          position. Warps, then blocks, then parts merge in ascending order, and the sink comes last. All of it depends
+//          on the token's own position alone.
+// bound    memory: 512 bytes a position seen and KV head; latency below some thousand positions
+// PDL      the first tile of each warp is requested before the wait; triggers right after it
 //
 // Both products are m16n8k16, the 8 query heads of a group being n. A is read from global memory as it lies, 16 bytes a
 // lane, because the order of k inside a product is free as long as B has the same. With lane = 4 g + t:
@@ -25,11 +28,12 @@
 //   output   V^T[16 dims, 32 positions] p^T: of the tile's 32 positions, lane t holds 8 t .. 8 t + 7
 // A C fragment of scores has lane t's heads in columns, as movmatrix wants it to make the B fragment of the second
 // product: its 8x8 part (j, i) must hold, in row r, position 8 (r / 2) + 4 j + 2 i + r % 2. So that row loads the key
-// of this position.
+// of this position. Tiles of 16 have half of this: part i, position 4 (r / 2) + 2 i + r % 2.
 
 #include <cuda_bf16.h>
 
 #include "args_attention.h"
+#include "cluster.cuh"
 #include "common.cuh"
 #include "fragment.cuh"
 #include "math.cuh"
@@ -40,35 +44,101 @@ namespace {
 constexpr int kHeadDim = 128;
 constexpr int kGroup = 8;
 constexpr int kBlock = 64;
-constexpr int kTile = 32;
-constexpr int kMaxWarps = 8;
-constexpr int kPartHead = kBlock * kHeadDim;              // values of K or V of a block, layer and head
-constexpr int kPartial = kGroup * kHeadDim + 2 * kGroup;  // sums of p v, then maxima, then sums of p
+constexpr int kPartHead = kBlock * kHeadDim;  // values of K or V of a block, layer and head
+constexpr int kPartial = kHeadDim + 4;        // sums of p v, their maximum, the sum of p
 // Scores are in powers of two: log2(e) / sqrt(128).
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kScoreScale = 0.08838834764831845f * kLog2e;
+// Below every score, and finite: what nothing was added to has weight zero beside anything.
+constexpr float kLowest = -1e30f;
 
+// Blocks that share a part, warps of a block, and positions that a warp takes at a time. A long context needs many loads
+// in flight. A window is a matter of latency: each warp has one tile, and the blocks leave room for others on their SM.
+struct All {
+    static constexpr int kCluster = 1, kWarps = 8, kTile = 32;
+};
+struct Window {
+    static constexpr int kCluster = 8, kWarps = 5, kTile = 16;
+};
+
+// q of the group.
+struct Heads {
+    // Padded by 64 bytes, so that two rows read by four lanes each hit 32 banks.
+    alignas(16) __nv_bfloat16 rows[kGroup][kHeadDim + 32];
+
+    __device__ __forceinline__ void put(int head, int first, const uint4& x) {
+        *reinterpret_cast<uint4*>(&rows[head][first]) = x;
+    }
+    // Dims 32 s + 8 t .. + 7 of head g, anew for each tile: registers are for keys and values.
+    __device__ __forceinline__ uint4 get(int s, int g, int t) const {
+        uint4 x;
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "r"(uint32_t(__cvta_generic_to_shared(&rows[g][32 * s + 8 * t])))
+                     : "memory");
+        return x;
+    }
+};
+
+template <typename Shape>
 struct Shared {
-    // Padded by 16 bytes, for reads of 8 rows at once.
-    alignas(16) __nv_bfloat16 q[kGroup][kHeadDim + 8];
+    static constexpr int kRanks = cluster_blocks(Shape::kCluster);
+    static constexpr int kHeads = kGroup / kRanks;  // that a block finishes
+    Heads q;
+    // Of the new position.
     alignas(16) __nv_bfloat16 k[kHeadDim];
-    alignas(16) float v[kHeadDim];
-    alignas(16) float q_norm[kHeadDim];
-    alignas(16) float k_norm[kHeadDim];
-    alignas(16) float cos[kHeadDim / 2];
-    alignas(16) float sin[kHeadDim / 2];
+    alignas(16) __nv_bfloat16 v[kHeadDim];
     float sink[kGroup];
-    float new_score[kGroup];
-    float max[kMaxWarps][kGroup], sum[kMaxWarps][kGroup];
+    float max[Shape::kWarps][kGroup], sum[Shape::kWarps][kGroup];
     // Padded by 4, so that the 8 rows and 4 column pairs of a fragment hit 32 banks.
-    alignas(16) float out[kMaxWarps][kGroup][kHeadDim + 4];
+    alignas(16) float out[Shape::kWarps][kGroup][kHeadDim + 4];
+    // Of this block's heads, written by all blocks of the cluster.
+    alignas(16) float4 rank_out[kHeads][kRanks][kHeadDim / 4];
+    float2 rank_stats[kHeads][kRanks];
+    ClusterBox box;
     bool is_last;
 };
 
-// What one warp holds of a tile.
+// What one warp holds of a tile of 16 J positions.
+template <int J>
 struct Tile {
-    uint4 k[2][2][4];  // [j][i][s]: dims 32 s + 8 t .. of the key in row g of part (j, i)
-    uint4 v[8][2];     // [m][h]: positions 8 t .. of dim 16 m + 8 h + g
+    uint4 k[J][2][4];        // [j][i][s]: dims 32 s + 8 t .. of the key in row g of part (j, i)
+    uint32_t v[8][2][2 * J];  // [m][h]: positions 4 J t .. of dim 16 m + 8 h + g
+
+    // From the tile's part of K, then of V.
+    __device__ __forceinline__ void load_k(const __nv_bfloat16* part, int g, int t) {
+        const __nv_bfloat16* from = part + (4 * J * (g / 2) + g % 2) * kHeadDim + 8 * t;
+#pragma unroll
+        for (int j = 0; j < J; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int s = 0; s < 4; ++s) k[j][i][s] = load_once(from + (4 * j + 2 * i) * kHeadDim + 32 * s);
+    }
+
+    __device__ __forceinline__ void load_v(const __nv_bfloat16* part, int g, int t) {
+        const __nv_bfloat16* from = part + g * kBlock + 4 * J * t;
+#pragma unroll
+        for (int m = 0; m < 8; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) load_once(v[m][h], from + (16 * m + 8 * h) * kBlock);
+    }
+};
+
+// Where a KV head of this layer lies.
+struct Cache {
+    const uint32_t* blocks;  // of the row
+    __nv_bfloat16* kv;       // of the head in block 0
+    uint64_t block_stride;
+    int v_offset;
+
+    __device__ __forceinline__ __nv_bfloat16* k(uint32_t block, int position) const {
+        return kv + block * block_stride + position % kBlock * kHeadDim;
+    }
+    __device__ __forceinline__ __nv_bfloat16* v(uint32_t block, int position) const {
+        return kv + block * block_stride + v_offset + position % kBlock;
+    }
+    __device__ __forceinline__ uint32_t block_of(int position) const { return blocks[position / kBlock]; }
 };
 
 // Over 16 lanes; every lane gets the same bits.
@@ -78,339 +148,468 @@ __device__ __forceinline__ float sum_16(float x) {
     return x;
 }
 
-// Both tables of a tile at `k_part` (its 32 positions of the K part) and `v_part` (of the V part).
-__device__ __forceinline__ void load_k(Tile& tile, const __nv_bfloat16* k_part, int g, int t) {
-    const __nv_bfloat16* from = k_part + (8 * (g / 2) + g % 2) * kHeadDim + 8 * t;
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-            for (int s = 0; s < 4; ++s) tile.k[j][i][s] = load_once(from + (4 * j + 2 * i) * kHeadDim + 32 * s);
+__device__ __forceinline__ void read_8(const float* from, float (&to)[8]) {
+    const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+    to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
 }
 
-__device__ __forceinline__ void load_v(Tile& tile, const __nv_bfloat16* v_part, int g, int t) {
-    const __nv_bfloat16* from = v_part + g * kBlock + 8 * t;
+// What a lane of 16 needs for its 8 values of a head.
+struct Turn {
+    float weight[8], cos[8], sin[8];
+
+    __device__ __forceinline__ void load(const float* norm, const float* rope, int lane16) {
+        const int half = 8 * lane16 % (kHeadDim / 2);
+        read_8(norm + 8 * lane16, weight);
+        if (rope != nullptr) {
+            read_8(rope + half, cos);
+            read_8(rope + kHeadDim / 2 + half, sin);
+        }
+    }
+
+    // Norm and, with `rope`, rotation.
+    __device__ __forceinline__ uint4 apply(const uint4& raw, float eps, bool rope, int lane16) const {
+        float x[8];
+        unpack(raw, x);
+        float squares = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
+        const float scale = rsqrtf(sum_16(squares) * (1.0f / kHeadDim) + eps);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = round_bf16(weight[i] * (x[i] * scale));
+        if (rope) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float other = __shfl_xor_sync(~0u, x[i], 8);
+                x[i] = rotate(x[i], lane16 < 8 ? -other : other, cos[i], sin[i]);
+            }
+        }
+        return make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
+    }
+};
+
+// What a warp has attended to: of heads 2 t and 2 t + 1, in powers of two.
+struct Softmax {
+    float top[2];     // the largest score
+    float sum[2];     // over this lane's positions
+    float out[8][4];  // [m]: dim 16 m + g of both heads, dim 16 m + g + 8 of both
+
+    __device__ __forceinline__ void clear() {
+        top[0] = top[1] = -INFINITY;
+        sum[0] = sum[1] = 0;
+#pragma unroll
+        for (int m = 0; m < 8; ++m)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) out[m][c] = 0;
+    }
+
+    // Nothing but one position, whose value is `v` and whose score with head g is `score`.
+    __device__ __forceinline__ void start(float score, const __nv_bfloat16* v, int g, int t) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            top[h] = __shfl_sync(~0u, score, 4 * (2 * t + h));
+            sum[h] = g == 0 ? 1 : 0;
+        }
+#pragma unroll
+        for (int m = 0; m < 8; ++m)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) out[m][c] = __bfloat162float(v[16 * m + 8 * (c / 2) + g]);
+    }
+};
+
+// q . k for head g, in powers of two; every lane of a head gets the same bits.
+__device__ __forceinline__ float dot(const Heads& q, const __nv_bfloat16* k, int g, int t) {
+    float sums[4] = {};
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+        float a[8], b[8];
+        unpack(q.get(s, g, t), a);
+        unpack(*reinterpret_cast<const uint4*>(k + 32 * s + 8 * t), b);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sums[s] += a[i] * b[i];
+    }
+    float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    return (sum + __shfl_xor_sync(~0u, sum, 2)) * kScoreScale;
+}
+
+// Scores of a tile, [j]: row g of part (j, 0) for both heads, row g of part (j, 1).
+template <int J>
+__device__ __forceinline__ void multiply_k(float (&score)[J][4], const Tile<J>& tile, const Heads& q, int g,
+                                           int t) {
+#pragma unroll
+    for (int j = 0; j < J; ++j)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) score[j][c] = 0;
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+        const uint4 x = q.get(s, g, t);
+#pragma unroll
+        for (int j = 0; j < J; ++j) {
+            const uint4 &a = tile.k[j][0][s], &b = tile.k[j][1][s];
+            mma(score[j], a.x, b.x, a.y, b.y, x.x, x.y);
+            mma(score[j], a.z, b.z, a.w, b.w, x.z, x.w);
+        }
+    }
+}
+
+// Turns scores into B of the second product, and rescales what was added before. Positions from `first` on; those
+// outside `start` to `end` do not count.
+template <int J>
+__device__ __forceinline__ void soften(Softmax& soft, float (&score)[J][4], uint32_t (&p)[J][2], int first, int start,
+                                       int end, int g) {
+    const bool whole = first >= start && first + 16 * J <= end;
+#pragma unroll
+    for (int j = 0; j < J; ++j)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            const int at = first + 4 * J * (g / 2) + g % 2 + 4 * j + 2 * (c / 2);
+            score[j][c] = whole || (at >= start && at < end) ? score[j][c] * kScoreScale : -INFINITY;
+        }
+    float rescale[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        float max = -INFINITY;
+#pragma unroll
+        for (int j = 0; j < J; ++j) max = fmaxf(max, fmaxf(score[j][h], score[j][2 + h]));
+#pragma unroll
+        for (int i = 16; i > 2; i /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, i));
+        max = fmaxf(max, soft.top[h]);
+        rescale[h] = exp2_fast(soft.top[h] - max);
+        soft.top[h] = max;
+        float sum = 0;
+#pragma unroll
+        for (int j = 0; j < J; ++j) {
+            score[j][h] = exp2_fast(score[j][h] - max);
+            score[j][2 + h] = exp2_fast(score[j][2 + h] - max);
+            sum += score[j][h] + score[j][2 + h];
+        }
+        soft.sum[h] = soft.sum[h] * rescale[h] + sum;
+    }
+#pragma unroll
+    for (int j = 0; j < J; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) p[j][i] = transpose(pack(score[j][2 * i], score[j][2 * i + 1]));
 #pragma unroll
     for (int m = 0; m < 8; ++m)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) tile.v[m][h] = load_once(from + (16 * m + 8 * h) * kBlock);
+        for (int c = 0; c < 4; ++c) soft.out[m][c] *= rescale[c % 2];
 }
 
-// The norm of one head, 8 values a lane of 16, and its rotation where `rope`.
-__device__ __forceinline__ uint4 norm_rope(const uint4& raw, const float* weight, float eps, bool rope,
-                                           const Shared& shared, int lane16) {
-    float x[8];
-    unpack(raw, x);
-    float squares = 0;
+// p is zero where v was never written, but zero times NaN is not.
+template <int J>
+__device__ __forceinline__ void mask_v(Tile<J>& tile, int first, int start, int end, int t) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) squares += x[i] * x[i];
-    const float scale = inverse_rms(sum_16(squares), kHeadDim, eps);
+    for (int w = 0; w < 2 * J; ++w) {
+        const int at = first + 4 * J * t + 2 * w;
+        const uint32_t mask =
+            (at >= start && at < end ? 0xFFFFu : 0) | (at + 1 >= start && at + 1 < end ? 0xFFFF0000u : 0);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = round_bf16(weight[8 * lane16 + i] * (x[i] * scale));
-    if (rope) {
-        const int first = 8 * lane16 % (kHeadDim / 2);
+        for (int m = 0; m < 8; ++m)
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float other = __shfl_xor_sync(~0u, x[i], 8);
-            x[i] = rotate(x[i], lane16 < 8 ? -other : other, shared.cos[first + i], shared.sin[first + i]);
-        }
+            for (int h = 0; h < 2; ++h) tile.v[m][h][w] &= mask;
     }
-    return make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
 }
 
-// bf16(acc / (sum + exp2(sink - max))), through the larger maximum; 4 dims of one head.
-__device__ __forceinline__ void store_attn(const DecodeAttentionArgs& args, float sink, int head, int chunk, float4 acc,
-                                           float max, float sum) {
-    const int n_heads = kGroup * gridDim.y;
-    const int h = kGroup * blockIdx.y + head;
-    const float top = fmaxf(max, sink);
-    const float share = exp2_fast(max - top);
-    const float scale = share / (sum * share + exp2_fast(sink - top));
-    uint2 out = make_uint2(pack(acc.x * scale, acc.y * scale), pack(acc.z * scale, acc.w * scale));
-    __nv_bfloat16* attn = static_cast<__nv_bfloat16*>(args.attn);
-    *reinterpret_cast<uint2*>(attn + (uint64_t(blockIdx.z) * n_heads + h) * kHeadDim + 4 * chunk) = out;
-}
-
-__device__ __forceinline__ void add_scaled(float4& acc, const float4& x, float weight) {
-    acc.x += x.x * weight;
-    acc.y += x.y * weight;
-    acc.z += x.z * weight;
-    acc.w += x.w * weight;
-}
-
-// One warp a head: 4 dims a lane, and the lane of a split's number holds its maximum and sum.
-__device__ __forceinline__ void merge_splits(const DecodeAttentionArgs& args, const float* partial, int splits,
-                                             float sink, int head, int lane) {
-    const float* stats = partial + lane * kPartial + kGroup * kHeadDim + head;
-    const float split_max = lane < splits ? __ldcg(stats) : -INFINITY;
-    const float split_sum = lane < splits ? __ldcg(stats + kGroup) : 0;
-    float max = split_max;
+template <int J>
+__device__ __forceinline__ void multiply_v(Softmax& soft, const Tile<J>& tile, const uint32_t (&p)[J][2]) {
 #pragma unroll
-    for (int i = 16; i > 0; i /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, i));
-    const float weight = exp2_fast(split_max - max);
+    for (int m = 0; m < 8; ++m)
+#pragma unroll
+        for (int j = 0; j < J; ++j) {
+            const uint32_t *a = &tile.v[m][0][2 * j], *b = &tile.v[m][1][2 * j];
+            mma(soft.out[m], a[0], b[0], a[1], b[1], p[j][0], p[j][1]);
+        }
+}
 
-    constexpr int kInFlight = 16;
-    float4 acc = make_float4(0, 0, 0, 0);
-    float sum = 0;
-    for (int first = 0; first < splits; first += kInFlight) {
+// Sums of p v over some positions for 4 dims of a head, with their maximum and their sum of p.
+struct Merged {
+    float4 out;
+    float max;
+    float sum;
+};
+
+__device__ __forceinline__ void add_scaled(Merged& to, const float4& out, float sum, float weight) {
+    to.sum += sum * weight;
+    to.out.x += out.x * weight;
+    to.out.y += out.y * weight;
+    to.out.z += out.z * weight;
+    to.out.w += out.w * weight;
+}
+
+// Of kN results whose sums of p v and whose maxima with sums of p the functions give.
+template <int kN, typename Out, typename Stats>
+__device__ __forceinline__ Merged merge(Out out_of, Stats stats_of) {
+    float4 x[kN];
+    float2 stats[kN];
+    Merged to{make_float4(0, 0, 0, 0), kLowest, 0};
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+        x[i] = out_of(i);
+        stats[i] = stats_of(i);
+        to.max = fmaxf(to.max, stats[i].x);
+    }
+#pragma unroll
+    for (int i = 0; i < kN; ++i) add_scaled(to, x[i], stats[i].y, exp2_fast(stats[i].x - to.max));
+    return to;
+}
+
+// Of the parts of a head, kPartial values each, the next kGroup * kPartial further on. A lane holds a part's maximum and
+// sum of p.
+__device__ __forceinline__ Merged merge_parts(const float* partial, int parts, int lane) {
+    constexpr int kInFlight = 16, kStep = kGroup * kPartial;
+    static_assert(kAttentionParts == 32);
+    float2 stats = make_float2(kLowest, 0);
+    if (lane < parts) stats = __ldcg(reinterpret_cast<const float2*>(partial + lane * kStep + kHeadDim));
+    Merged to{make_float4(0, 0, 0, 0), stats.x, 0};
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) to.max = fmaxf(to.max, __shfl_xor_sync(~0u, to.max, i));
+    const float weight = exp2_fast(stats.x - to.max);
+    for (int first = 0; first < parts; first += kInFlight) {
         float4 x[kInFlight];
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
-            const float* from = partial + (first + i) * kPartial + head * kHeadDim + 4 * lane;
-            x[i] = first + i < splits ? __ldcg(reinterpret_cast<const float4*>(from)) : make_float4(0, 0, 0, 0);
+            const float4* from = reinterpret_cast<const float4*>(partial + (first + i) * kStep) + lane;
+            x[i] = first + i < parts ? __ldcg(from) : make_float4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
-            const float w = __shfl_sync(~0u, weight, first + i);
-            sum += __shfl_sync(~0u, split_sum, first + i) * w;
-            add_scaled(acc, x[i], w);
+            const float sum = __shfl_sync(~0u, stats.y, first + i);
+            add_scaled(to, x[i], sum, __shfl_sync(~0u, weight, first + i));
         }
     }
-    store_attn(args, sink, head, lane, acc, max, sum);
+    return to;
 }
 
-}  // namespace
+// bf16(out / (sum + exp2(sink - max))), through the larger maximum, for dims 4 lane to 4 lane + 3 of a head.
+__device__ __forceinline__ void store_attn(const DecodeAttentionArgs& args, const Merged& x, float sink, int row,
+                                           int head, int lane) {
+    const float top = fmaxf(x.max, sink);
+    const float share = exp2_fast(x.max - top);
+    const float scale = share / (x.sum * share + exp2_fast(sink - top));
+    __nv_bfloat16* to =
+        static_cast<__nv_bfloat16*>(args.attn) + (uint64_t(row) * kGroup * args.kv_heads + head) * kHeadDim + 4 * lane;
+    *reinterpret_cast<uint2*>(to) =
+        make_uint2(pack(x.out.x * scale, x.out.y * scale), pack(x.out.z * scale, x.out.w * scale));
+}
 
-extern "C" __global__ void __launch_bounds__(32 * kMaxWarps, 1)
-    decode_attention(const __grid_constant__ DecodeAttentionArgs args) {
-    __shared__ Shared shared;
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int g = lane / 4, t = lane % 4;
-    const int n_kv_heads = gridDim.y, kv_head = blockIdx.y, row = blockIdx.z;
+// A row's tiles from its first visible position to its last cached one, and the parts that they are divided into.
+template <typename Shape>
+struct Span {
+    int position, start, first_tile, tiles, parts;
 
-    // What this thread block attends to: whole blocks, cut to the positions before the new one that it sees.
-    const int position = args.positions[row];
-    const int start = args.window == 0 ? 0 : max(0, position + 1 - int(args.window));
-    const int seen = position + 1 - start;
-    const int splits = min(int(args.max_splits), (seen + int(args.split_positions) - 1) / int(args.split_positions));
-    const int split = blockIdx.x;
-    if (split >= splits) return;
-    const int first_block = start / kBlock, n_blocks = position / kBlock + 1 - first_block;
-    const int begin_block = first_block + split * n_blocks / splits;
-    const int end_block = first_block + (split + 1) * n_blocks / splits;
-    const int begin_tile = max(begin_block * (kBlock / kTile), start / kTile);
-    const int end_tile = start < position ? min(end_block * (kBlock / kTile), (position + kTile - 1) / kTile) : 0;
-    const bool has_new = split == splits - 1;
-
-    const uint32_t* blocks = args.blocks + uint64_t(row) * args.table_stride;
-    __nv_bfloat16* kv = static_cast<__nv_bfloat16*>(args.kv) + kv_head * kPartHead;
-    const int v_offset = n_kv_heads * kPartHead;
-    auto part = [&](uint32_t block) { return kv + block * args.block_stride; };
-    auto k_of = [&](uint32_t block, int tile) { return part(block) + tile % 2 * kTile * kHeadDim; };
-    auto v_of = [&](uint32_t block, int tile) { return part(block) + v_offset + tile % 2 * kTile; };
-
-    int tile_index = begin_tile + warp;
-    uint32_t block = 0, next_block = 0;
-    Tile tile;
-    if (tile_index < end_tile) {
-        block = blocks[tile_index / 2];
-        load_k(tile, k_of(block, tile_index), g, t);
-        load_v(tile, v_of(block, tile_index), g, t);
+    __device__ __forceinline__ Span(int position, int window) : position(position) {
+        start = window == 0 ? 0 : max(0, position + 1 - window);
+        first_tile = start / Shape::kTile;
+        tiles = start < position ? (position + Shape::kTile - 1) / Shape::kTile - first_tile : 0;
+        // A warp takes one tile before it is worth to divide them.
+        parts = Shape::kCluster > 1 ? 1 : min(max(tiles / Shape::kWarps, 1), int(kAttentionParts));
     }
-    if (tile_index + warps < end_tile) next_block = blocks[(tile_index + warps) / 2];
-    const uint32_t new_block = has_new ? blocks[position / kBlock] : 0;
-    if (threadIdx.x < kHeadDim) {
-        shared.q_norm[threadIdx.x] = args.q_norm[threadIdx.x];
-        shared.k_norm[threadIdx.x] = args.k_norm[threadIdx.x];
-    }
-    if (threadIdx.x < kGroup) shared.sink[threadIdx.x] = args.sinks[kGroup * kv_head + threadIdx.x] * kLog2e;
-    const bool rope = args.inv_freq != nullptr;
-    if (rope && threadIdx.x < kHeadDim / 2) {
-        rope_angle(position, args.inv_freq[threadIdx.x], shared.cos[threadIdx.x], shared.sin[threadIdx.x]);
-    }
-    __syncthreads();
+};
 
-    pdl_wait();
-    pdl_launch();
+// Attention of a row and KV head to a part of what it sees. The first of a block waits for the kernel before. Begins
+// after all threads of the block have met.
+template <typename Shape>
+__device__ __forceinline__ void attend(Shared<Shape>& shared, const DecodeAttentionArgs& args, const Span<Shape>& span,
+                                       int row, int kv_head, int part, bool first) {
+    using S = Shared<Shape>;
+    constexpr int kTile = Shape::kTile, kWarps = Shape::kWarps, kRanks = S::kRanks, kSlots = kRanks * kWarps;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int rank = kRanks == 1 ? 0 : blockIdx.x % kRanks;
+    const int kv_heads = args.kv_heads;
+    const int start = span.start, position = span.position;
 
-    // q of the group and, where the new position is ours, its k: a head for every 16 lanes.
-    const int group16 = threadIdx.x / 16, lane16 = threadIdx.x % 16;
+    const Cache cache{args.blocks + uint64_t(row) * args.table_stride,
+                      static_cast<__nv_bfloat16*>(args.kv) + kv_head * kPartHead, args.block_stride,
+                      kv_heads * kPartHead};
+    const int begin = span.first_tile + part * span.tiles / span.parts;
+    const int end = span.first_tile + (part + 1) * span.tiles / span.parts;
+    int index = begin + rank * kWarps + warp;
+
+    // A head for every 16 lanes: q of the group, then k.
+    const int head16 = threadIdx.x / 16, lane16 = threadIdx.x % 16;
+    const bool is_q = head16 < kGroup;
+    const float* rope = args.rope == nullptr ? nullptr : args.rope + row * kHeadDim;
+    Turn turn;
+    turn.load(is_q ? args.q_norm : args.k_norm, rope, lane16);
+    const float sink = threadIdx.x < kGroup ? args.sinks[kGroup * kv_head + threadIdx.x] : 0;
+    Tile<kTile / 16> tile;
+    uint32_t next_block = 0;
+    if (index < end) {
+        const uint32_t block = cache.block_of(index * kTile);
+        tile.load_k(cache.k(block, index * kTile), g, t);
+        tile.load_v(cache.v(block, index * kTile), g, t);
+    }
+    if (index + kSlots < end) next_block = cache.block_of((index + kSlots) * kTile);
+    // Behind the last tile comes the new position.
+    const int behind = (end - begin) % kSlots - rank * kWarps;
+    const bool has_new = part == span.parts - 1 && behind >= 0 && behind < kWarps;
+    const uint32_t new_block = has_new ? cache.block_of(position) : 0;
+    if (first) {
+        pdl_wait();
+        pdl_launch();
+    }
+
     const __nv_bfloat16* qkv =
-        static_cast<const __nv_bfloat16*>(args.qkv) + uint64_t(row) * (kGroup + 2) * n_kv_heads * kHeadDim;
-    const __nv_bfloat16* new_k = qkv + (kGroup * n_kv_heads + kv_head) * kHeadDim;
-    const __nv_bfloat16* new_v = new_k + n_kv_heads * kHeadDim;
-    if (has_new && threadIdx.x < kHeadDim) {
-        const __nv_bfloat16 v = new_v[threadIdx.x];
-        shared.v[threadIdx.x] = __bfloat162float(v);
-        part(new_block)[v_offset + threadIdx.x * kBlock + position % kBlock] = v;
-    }
-    // Whole warps take part, so that the shuffles inside have all lanes.
-    for (int head = group16; head / 2 * 2 < kGroup + has_new; head += 2 * warps) {
-        const bool is_q = head < kGroup;
-        const __nv_bfloat16* from = is_q ? qkv + (kGroup * kv_head + head) * kHeadDim : new_k;
-        const uint4 raw = *reinterpret_cast<const uint4*>(from + 8 * lane16);
-        const uint4 x = norm_rope(raw, is_q ? shared.q_norm : shared.k_norm, args.eps, rope, shared, lane16);
+        static_cast<const __nv_bfloat16*>(args.qkv) + uint64_t(row) * (kGroup + 2) * kv_heads * kHeadDim;
+    static_assert(2 * kWarps > kGroup);
+    if (warp < kGroup / 2 + has_new) {
+        // q of the group, k, and v in a warp with k.
+        const int head = is_q ? kGroup * kv_head + head16 : head16 * kv_heads + kv_head;
+        const uint4 raw = *reinterpret_cast<const uint4*>(qkv + head * kHeadDim + 8 * lane16);
+        const uint4 x = turn.apply(raw, args.eps, rope != nullptr, lane16);
         if (is_q) {
-            *reinterpret_cast<uint4*>(&shared.q[head][8 * lane16]) = x;
-        } else if (head == kGroup && has_new) {
+            shared.q.put(head16, 8 * lane16, x);
+        } else if (head16 == kGroup) {
             *reinterpret_cast<uint4*>(&shared.k[8 * lane16]) = x;
-            __nv_bfloat16* to = part(new_block) + position % kBlock * kHeadDim + 8 * lane16;
-            *reinterpret_cast<uint4*>(to) = x;
+            *reinterpret_cast<uint4*>(cache.k(new_block, position) + 8 * lane16) = x;
+        } else {
+            *reinterpret_cast<uint4*>(&shared.v[8 * lane16]) = raw;
         }
     }
+    if (threadIdx.x < kGroup) shared.sink[threadIdx.x] = sink * kLog2e;
     __syncthreads();
 
-    // The new position's scores, apart from the tiles: what they load of it is stale, and masked.
-    if (has_new) {
-        for (int head = group16; head < kGroup; head += 2 * warps) {
-            float q[8], k[8], dot = 0;
-            unpack(*reinterpret_cast<const uint4*>(&shared.q[head][8 * lane16]), q);
-            unpack(*reinterpret_cast<const uint4*>(&shared.k[8 * lane16]), k);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) dot += q[i] * k[i];
-            dot = sum_16(dot);
-            if (lane16 == 0) shared.new_score[head] = dot * kScoreScale;
+    Softmax soft;
+    if (has_new && warp == behind) {
+        // Apart from the tiles: what they load of it is stale, and masked.
+        soft.start(dot(shared.q, shared.k, g, t), shared.v, g, t);
+        __nv_bfloat16* to = cache.v(new_block, position);
+        for (int d = lane; d < kHeadDim; d += 32) to[d * kBlock] = shared.v[d];
+    } else {
+        soft.clear();
+    }
+    for (; index < end; index += kSlots) {
+        float score[kTile / 16][4];
+        multiply_k(score, tile, shared.q, g, t);
+        const int at = index * kTile, next = at + kSlots * kTile;
+        const uint32_t block = next_block;
+        const bool more = index + kSlots < end;
+        if (more) {
+            tile.load_k(cache.k(block, next), g, t);
+            if (index + 2 * kSlots < end) next_block = cache.block_of(next + kSlots * kTile);
         }
+        uint32_t p[kTile / 16][2];
+        soften(soft, score, p, at, start, position, g);
+        if (at < start || at + kTile > position) mask_v(tile, at, start, position, t);
+        multiply_v(soft, tile, p);
+        if (more) tile.load_v(cache.v(block, next), g, t);
     }
 
-    uint4 q[4];
+    // The block's warps.
 #pragma unroll
-    for (int s = 0; s < 4; ++s) q[s] = *reinterpret_cast<const uint4*>(&shared.q[g][32 * s + 8 * t]);
-
-    // Of heads 2 t and 2 t + 1; sums of this lane's positions only.
-    float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
-    float out[8][4] = {};  // [m]: dim 16 m + g of both heads, dim 16 m + g + 8 of both
-    for (; tile_index < end_tile; tile_index += warps) {
-        float score[2][4] = {};  // [j]: row g of part (j, 0) for both heads, row g of part (j, 1)
+    for (int h = 0; h < 2; ++h) {
+        float sum = soft.sum[h];
 #pragma unroll
-        for (int s = 0; s < 4; ++s)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const uint4 &a = tile.k[j][0][s], &b = tile.k[j][1][s];
-                mma(score[j], a.x, b.x, a.y, b.y, q[s].x, q[s].y);
-                mma(score[j], a.z, b.z, a.w, b.w, q[s].z, q[s].w);
-            }
-        const bool more = tile_index + warps < end_tile;
-        const uint32_t following = next_block;
-        if (more) {
-            load_k(tile, k_of(following, tile_index + warps), g, t);
-            if (tile_index + 2 * warps < end_tile) next_block = blocks[(tile_index + 2 * warps) / 2];
-        }
-
-        const int first = tile_index * kTile;
-        const bool whole = first >= start && first + kTile <= position;
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const int at = first + 8 * (g / 2) + g % 2 + 4 * j + 2 * (c / 2);
-                score[j][c] = whole || (at >= start && at < position) ? score[j][c] * kScoreScale : -INFINITY;
-            }
-        float rescale[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float max = fmaxf(fmaxf(score[0][h], score[0][2 + h]), fmaxf(score[1][h], score[1][2 + h]));
-#pragma unroll
-            for (int i = 16; i > 2; i /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, i));
-            max = fmaxf(max, top[h]);
-            rescale[h] = exp2_fast(top[h] - max);
-            top[h] = max;
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                score[j][h] = exp2_fast(score[j][h] - max);
-                score[j][2 + h] = exp2_fast(score[j][2 + h] - max);
-            }
-            sum[h] = sum[h] * rescale[h] + ((score[0][h] + score[0][2 + h]) + (score[1][h] + score[1][2 + h]));
-        }
-        uint32_t p[2][2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) p[j][i] = transpose(pack(score[j][2 * i], score[j][2 * i + 1]));
-
-        if (!whole) {
-            // p is zero where v was never written, but zero times NaN is not.
-            uint32_t mask[4];
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                const int at = first + 8 * t + 2 * w;
-                mask[w] = (at >= start && at < position ? 0xFFFFu : 0) |
-                          (at + 1 >= start && at + 1 < position ? 0xFFFF0000u : 0);
-            }
-#pragma unroll
-            for (int m = 0; m < 8; ++m)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    uint4& v = tile.v[m][h];
-                    v = make_uint4(v.x & mask[0], v.y & mask[1], v.z & mask[2], v.w & mask[3]);
-                }
+        for (int i = 4; i < 32; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
+        if (g == 0) {
+            shared.max[warp][2 * t + h] = soft.top[h];
+            shared.sum[warp][2 * t + h] = sum;
         }
 #pragma unroll
         for (int m = 0; m < 8; ++m) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) out[m][c] *= rescale[c % 2];
-            const uint4 &a = tile.v[m][0], &b = tile.v[m][1];
-            mma(out[m], a.x, b.x, a.y, b.y, p[0][0], p[0][1]);
-            mma(out[m], a.z, b.z, a.w, b.w, p[1][0], p[1][1]);
-        }
-        if (more) load_v(tile, v_of(following, tile_index + warps), g, t);
-    }
-
-    const int active = min(warps, max(0, end_tile - begin_tile));
-    if (warp < active) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-            for (int i = 4; i < 32; i *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], i);
-            if (g == 0) {
-                shared.max[warp][2 * t + h] = top[h];
-                shared.sum[warp][2 * t + h] = sum[h];
-            }
-#pragma unroll
-            for (int m = 0; m < 8; ++m) {
-                shared.out[warp][2 * t + h][16 * m + g] = out[m][h];
-                shared.out[warp][2 * t + h][16 * m + g + 8] = out[m][2 + h];
-            }
+            shared.out[warp][2 * t + h][16 * m + g] = soft.out[m][h];
+            shared.out[warp][2 * t + h][16 * m + g + 8] = soft.out[m][2 + h];
         }
     }
     __syncthreads();
+    auto of_warps = [&](int head) {
+        return merge<kWarps>(
+            [&](int w) { return *reinterpret_cast<const float4*>(&shared.out[w][head][4 * lane]); },
+            [&](int w) { return make_float2(shared.max[w][head], shared.sum[w][head]); });
+    };
+    if constexpr (kRanks > 1) {
+        // The cluster's blocks: each finishes its share of the heads.
+        cluster_wait();
+        for (int head = warp; head < kGroup; head += kWarps) {
+            const Merged x = of_warps(head);
+            const int to = head / S::kHeads, i = head % S::kHeads;
+            shared.box.put(&shared.rank_out[i][rank][lane], x.out, to);
+            if (lane == 0) shared.box.put(&shared.rank_stats[i][rank], make_float2(x.max, x.sum), to);
+        }
+        for (int i = warp; i < S::kHeads; i += kWarps) {
+            shared.box.wait(0);
+            const Merged x = merge<kRanks>(
+                [&](int r) { return shared.rank_out[i][r][lane]; }, [&](int r) { return shared.rank_stats[i][r]; });
+            const int head = rank * S::kHeads + i;
+            store_attn(args, x, shared.sink[head], row, kGroup * kv_head + head, lane);
+        }
+        return;
+    }
 
-    float* partial = args.partial + (uint64_t(row) * n_kv_heads + kv_head) * args.max_splits * kPartial;
-    for (int head = warp; head < kGroup; head += warps) {
-        const float new_score = has_new ? shared.new_score[head] : -INFINITY;
-        float max = new_score;
-#pragma unroll
-        for (int w = 0; w < kMaxWarps; ++w) {
-            if (w < active) max = fmaxf(max, shared.max[w][head]);
-        }
-        float4 acc = make_float4(0, 0, 0, 0);
-        float sum = 0;
-#pragma unroll 2
-        for (int w = 0; w < active; ++w) {
-            const float weight = exp2_fast(shared.max[w][head] - max);
-            sum += shared.sum[w][head] * weight;
-            add_scaled(acc, *reinterpret_cast<const float4*>(&shared.out[w][head][4 * lane]), weight);
-        }
-        if (has_new) {
-            const float weight = exp2_fast(new_score - max);
-            sum += weight;
-            add_scaled(acc, *reinterpret_cast<const float4*>(&shared.v[4 * lane]), weight);
-        }
-        if (splits == 1) {
-            store_attn(args, shared.sink[head], head, lane, acc, max, sum);
+    float* partial = args.partial + (uint64_t(row) * kv_heads + kv_head) * kAttentionParts * kGroup * kPartial;
+    for (int head = warp; head < kGroup; head += kWarps) {
+        const Merged x = of_warps(head);
+        if (span.parts == 1) {
+            store_attn(args, x, shared.sink[head], row, kGroup * kv_head + head, lane);
         } else {
-            float* to = partial + split * kPartial;
-            __stcg(reinterpret_cast<float4*>(to + head * kHeadDim + 4 * lane), acc);
-            if (lane == 0) {
-                __stcg(to + kGroup * kHeadDim + head, max);
-                __stcg(to + kGroup * kHeadDim + kGroup + head, sum);
-            }
+            float* to = partial + (part * kGroup + head) * kPartial;
+            __stcg(reinterpret_cast<float4*>(to) + lane, x.out);
+            if (lane == 0) __stcg(reinterpret_cast<float2*>(to + kHeadDim), make_float2(x.max, x.sum));
         }
     }
-    if (splits == 1) return;
+    if (span.parts == 1) return;
 
+    // The parts: the last to be there finds the others' in memory.
     __threadfence();
     __syncthreads();
-    uint32_t* counter = args.counters + row * n_kv_heads + kv_head;
     if (threadIdx.x == 0) {
-        shared.is_last = atomicAdd(counter, 1u) == uint32_t(splits - 1);
+        uint32_t* counter = args.counters + row * kv_heads + kv_head;
+        shared.is_last = atomicAdd(counter, 1u) == uint32_t(span.parts - 1);
         if (shared.is_last) *counter = 0;
     }
     __syncthreads();
     if (!shared.is_last) return;
     __threadfence();
-    for (int head = warp; head < kGroup; head += warps) {
-        merge_splits(args, partial, splits, shared.sink[head], head, lane);
+    for (int head = warp; head < kGroup; head += kWarps) {
+        const Merged x = merge_parts(partial + head * kPartial, span.parts, lane);
+        store_attn(args, x, shared.sink[head], row, kGroup * kv_head + head, lane);
     }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(32 * All::kWarps, 1)
+    decode_attention(const __grid_constant__ DecodeAttentionArgs args) {
+    constexpr int kMostRows = 32 * All::kWarps;
+    __shared__ Shared<All> shared;
+    __shared__ int positions[kMostRows], ends[kMostRows], totals[All::kWarps];
+
+    // Parts of all rows up to and including this thread's.
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int parts = 0;
+    if (threadIdx.x < args.rows) {
+        positions[threadIdx.x] = args.positions[threadIdx.x];
+        parts = Span<All>(positions[threadIdx.x], 0).parts;
+    }
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+        const int lower = __shfl_up_sync(~0u, parts, i);
+        if (lane >= i) parts += lower;
+    }
+    if (lane == 31) totals[warp] = parts;
+    __syncthreads();
+    for (int w = 0; w < warp; ++w) parts += totals[w];
+    ends[threadIdx.x] = parts;
+
+    for (int work = blockIdx.x;; work += gridDim.x) {
+        const int at = work / args.kv_heads, kv_head = work % args.kv_heads;
+        const int row = __syncthreads_count(ends[threadIdx.x] <= at);
+        if (row >= int(args.rows)) return;
+        const int part = at - (row == 0 ? 0 : ends[row - 1]);
+        attend(shared, args, Span<All>(positions[row], 0), row, kv_head, part, work == blockIdx.x);
+    }
+}
+
+extern "C" __global__ void FLINT_CLUSTER(Window::kCluster) __launch_bounds__(32 * Window::kWarps, 3)
+    decode_attention_window(const __grid_constant__ DecodeAttentionArgs args) {
+    using S = Shared<Window>;
+    __shared__ S shared;
+    // Without clusters, one block does it all.
+    if (blockIdx.x >= S::kRanks) return;
+    if (S::kRanks > 1) {
+        if (threadIdx.x == 0) shared.box.open(kGroup * (kHeadDim + 2) * sizeof(float));
+        cluster_arrive_relaxed();
+    }
+    const Span<Window> span(args.positions[blockIdx.z], args.window);
+    attend(shared, args, span, blockIdx.z, blockIdx.y, 0, true);
 }

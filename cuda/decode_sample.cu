@@ -28,6 +28,7 @@ namespace {
 constexpr uint32_t kAll = 0xFFFFFFFFu;
 constexpr uint32_t kThreads = 1024;
 constexpr uint32_t kWarps = kThreads / 32;
+constexpr uint32_t kClusterBlocks = cluster_blocks(8);
 // The most keys of a list in order.
 constexpr uint32_t kTopMost = 64;
 // The most candidates for it: one a thread of block 0.
@@ -498,7 +499,7 @@ __device__ uint32_t choose(Block& b, const DecodeSampleArgs& args, const Slice& 
 
 }  // namespace
 
-extern "C" __global__ void FLINT_CLUSTER __launch_bounds__(kThreads)
+extern "C" __global__ void FLINT_CLUSTER(8) __launch_bounds__(kThreads)
     decode_sample(const __grid_constant__ DecodeSampleArgs args) {
     extern __shared__ float shared_slice[];
     __shared__ Shared s;

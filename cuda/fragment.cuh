@@ -14,6 +14,17 @@ __device__ __forceinline__ uint4 load_once(const __nv_bfloat16* from) {
     return x;
 }
 
+__device__ __forceinline__ void load_once(uint32_t (&x)[4], const __nv_bfloat16* from) {
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "l"(from));
+}
+
+// Half as much.
+__device__ __forceinline__ void load_once(uint32_t (&x)[2], const __nv_bfloat16* from) {
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "l"(from));
+}
+
 // c += A B, m16n8k16.
 __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                     uint32_t b1) {

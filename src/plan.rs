@@ -13,7 +13,7 @@ use crate::{
     config::{Attention, FlintConfig, LayerKind, Mlp},
     error::{Error, Result},
     kernels::{
-        Args, AttentionSplits, DECODE_SAMPLE, DecodeSampleArgs, Kernel, Launch, SAMPLE_VOCAB_MOST, decode_sample_launch,
+        Args, DECODE_SAMPLE, DecodeSampleArgs, Kernel, Launch, SAMPLE_VOCAB_MOST, decode_sample_launch,
     },
     kv::{KvBlocks, PoolLayout},
     tiles::TileFormat,
@@ -385,14 +385,6 @@ fn window(config: &FlintConfig, layer: LayerKind) -> Option<u32> {
 pub fn distinct_experts(n_experts: usize, per_token: usize, rows: usize) -> usize {
     let missed = (1.0 - per_token as f64 / n_experts as f64).powi(rows as i32);
     (n_experts as f64 * (1.0 - missed)).round() as usize
-}
-
-/// Bytes that the attention kernels of any layer need for partial results.
-fn attention_partial_bytes(config: &FlintConfig, rows: usize) -> usize {
-    let of = |&layer: &LayerKind| {
-        AttentionSplits::of(window(config, layer)).partial_bytes(rows as u32, config.n_kv_heads as u32) as usize
-    };
-    config.layers.iter().map(of).max().unwrap_or(0)
 }
 
 /// Width of a row's activations between the halves of its MLP: of all chosen experts, or of a dense layer if that is more.

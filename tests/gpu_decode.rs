@@ -7,11 +7,13 @@
 mod cpu_support;
 mod kernel_support;
 
-use cpu_support::{Kind, Random, matrix};
+use cpu_support::{Kind, Random, configs, matrix};
 use flint_rs::{
     cancel::Cancel,
+    config::FlintConfig,
     cpu::{
         Precision::{Bfloat16, Float32},
+        Rope,
         reference::{Routes, project, rms_norm_residual, silu, swiglu_act},
     },
     gpu::Buffer,
@@ -511,15 +513,32 @@ fn embedding() {
     let (embedding, ids) = (gpu.bf16s(&table), gpu.u32s(&tokens));
     let len = tokens.len() * HIDDEN * 2;
     let (delta, residual) = (gpu.poisoned(len), gpu.poisoned(len));
+    let positions = [0u32, 1, 513, 100_001, 262_143];
+    let expected_rope = Rope::new(&FlintConfig { head_dim: 128, rope_theta: 10_000.0, ..configs(false)[0].clone() });
+    let (position_ids, inv_freq) = (gpu.u32s(&positions), gpu.f32s(expected_rope.inv_freq()));
+    let rope_len = positions.len() * 128 * 4;
+    let rope = gpu.poisoned(rope_len);
     let args = DecodeEmbedArgs {
         embedding: embedding.address(),
         tokens: ids.address(),
+        positions: position_ids.address(),
+        inv_freq: inv_freq.address(),
         delta: delta.address(),
         residual: residual.address(),
+        rope: rope.address(),
     };
     // SAFETY: every buffer has the extent that the struct states, and lives until the downloads below.
     unsafe { gpu.launch(DECODE_EMBED, decode_embed_launch(tokens.len()), true, &args) };
     let expected: Vec<f32> = tokens.iter().flat_map(|&t| &table[t as usize * HIDDEN..][..HIDDEN]).copied().collect();
     assert_eq!(to_bf16s(&output(&delta, len)), expected);
     assert!(output(&residual, len).iter().all(|&byte| byte == 0));
+    for (found, position) in to_f32s(&output(&rope, rope_len)).chunks_exact(128).zip(positions) {
+        // Two units in the last place of 1, of functions that no two libraries round alike.
+        for (i, inv_freq) in expected_rope.inv_freq().iter().enumerate() {
+            let angle = f64::from(position as f32 * inv_freq);
+            for (found, expected) in [(found[i], angle.cos()), (found[64 + i], angle.sin())] {
+                assert!((f64::from(found) - expected).abs() <= 2e-7, "position {position}, pair {i}: {found}");
+            }
+        }
+    }
 }

@@ -4,20 +4,25 @@ use std::mem::offset_of;
 
 use super::{Kernel, Launch};
 
-/// Attention of one new token a sequence, with its norms, rotation and KV write.
+/// Attention of one new token a sequence to all before it, with its norms, rotation and KV write.
 pub const DECODE_ATTENTION: Kernel =
     Kernel { symbol: c"decode_attention", args_bytes: size_of::<DecodeAttentionArgs>(), pdl: true };
+/// The same to the last few positions.
+pub const DECODE_ATTENTION_WINDOW: Kernel =
+    Kernel { symbol: c"decode_attention_window", args_bytes: size_of::<DecodeAttentionArgs>(), pdl: true };
 
-/// The only head dimension of [`DECODE_ATTENTION`].
+/// The only head dimension of these kernels.
 pub const DECODE_ATTENTION_HEAD_DIM: u32 = 128;
-/// Its query heads a KV head.
+/// Their query heads a KV head.
 pub const DECODE_ATTENTION_GROUP: u32 = 8;
-/// Most splits of a row that it merges.
-const MAX_SPLITS: u32 = 32;
-/// fp32 values of a split's partial result: 8 heads of 128 sums, their maxima, their sums of probabilities.
-const PARTIAL_LEN: u64 = 8 * 128 + 2 * 8;
+/// Most rows of a launch.
+pub const DECODE_ATTENTION_ROWS: u32 = 256;
+/// Most parts that the positions of a row are divided into.
+const PARTS: u64 = 32;
+/// fp32 values of a part's result for a head: 128 sums, their maximum, the sum of probabilities.
+const PARTIAL_LEN: u64 = 128 + 4;
 
-/// The argument of [`DECODE_ATTENTION`], as in `cuda/args_attention.h`. B rows, G KV heads, 8 G query heads of 128 values.
+/// The argument of both kernels, as in `cuda/args_attention.h`. B rows, G KV heads, 8 G query heads of 128 values.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeAttentionArgs {
@@ -33,15 +38,16 @@ pub struct DecodeAttentionArgs {
     pub q_norm: u64,
     /// `[128]` f32; a multiple of 16.
     pub k_norm: u64,
-    /// `[64]` f32, or 0 in a layer without rotation.
-    pub inv_freq: u64,
+    /// `[B, 2, 64]` f32, cosines and sines of the positions' angles, from `decode_embed`; a multiple of 16; or 0 in a layer
+    /// without rotation.
+    pub rope: u64,
     /// `[8 G]` f32.
     pub sinks: u64,
     /// Out: `[B, 8 G, 128]` bf16; a multiple of 8.
     pub attn: u64,
-    /// Workspace of [`AttentionSplits::partial_bytes`]; a multiple of 16.
+    /// Workspace of [`decode_attention_partial_bytes`]; a multiple of 16. 0 with a window.
     pub partial: u64,
-    /// `[B, G]` u32, zero before the first launch; every launch leaves zeros.
+    /// `[B, G]` u32, zero before the first launch; every launch leaves zeros. 0 with a window.
     pub counters: u64,
     /// bf16 values from one block to the next.
     pub block_stride: u64,
@@ -49,12 +55,12 @@ pub struct DecodeAttentionArgs {
     pub table_stride: u32,
     /// Positions that a token sees, itself included; 0 for all.
     pub window: u32,
-    /// [`AttentionSplits::max`].
-    pub max_splits: u32,
-    /// [`AttentionSplits::positions`].
-    pub split_positions: u32,
     /// Epsilon of the norms.
     pub eps: f32,
+    /// B.
+    pub rows: u32,
+    /// G.
+    pub kv_heads: u32,
     /// Fills the struct.
     pub reserved: u32,
 }
@@ -65,51 +71,38 @@ const _: () = assert!(
         && offset_of!(DecodeAttentionArgs, attn) == 64
         && offset_of!(DecodeAttentionArgs, block_stride) == 88
         && offset_of!(DecodeAttentionArgs, window) == 100
-        && offset_of!(DecodeAttentionArgs, eps) == 112
+        && offset_of!(DecodeAttentionArgs, eps) == 104
 );
 
-/// How the positions of a row are divided. It sets the order of additions, so it depends on the kind of layer alone.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AttentionSplits {
-    /// Most splits of a row.
-    pub max: u32,
-    /// Positions of a split, until there are `max` of them.
-    pub positions: u32,
-    /// Warps that share a split.
-    pub warps: u32,
+/// Bytes of [`DecodeAttentionArgs::partial`] for `rows` rows; the same at every position.
+pub fn decode_attention_partial_bytes(rows: usize, n_kv_heads: usize) -> usize {
+    rows * n_kv_heads * (PARTS * u64::from(DECODE_ATTENTION_GROUP) * PARTIAL_LEN * 4) as usize
 }
 
-impl AttentionSplits {
-    /// Of a layer with this window, `None` for full attention. A warp takes 32 positions at a time. A long context needs
-    /// all SMs (4 heads x 32 splits) and many loads in flight. A window is a matter of latency: each warp has one tile,
-    /// loaded before the wait, and few partial results are merged; fewer warps leave room for the next kernel's.
-    pub fn of(window: Option<u32>) -> Self {
-        match window {
-            None => Self { max: MAX_SPLITS, positions: 128, warps: 8 },
-            Some(window) => Self { max: window.div_ceil(128).clamp(1, MAX_SPLITS), positions: 128, warps: 4 },
-        }
-    }
-
-    /// Bytes of [`DecodeAttentionArgs::partial`] for `rows` rows.
-    pub fn partial_bytes(self, rows: u32, n_kv_heads: u32) -> u64 {
-        u64::from(rows) * u64::from(n_kv_heads) * u64::from(self.max) * PARTIAL_LEN * 4
-    }
-}
-
-/// How to launch [`DECODE_ATTENTION`] for new tokens at `positions`, one a row; shape and splits depend on their number
-/// only, `bytes` on their values. `None` without rows or KV heads, or with more than a grid can hold.
-pub fn decode_attention_launch(n_kv_heads: u32, window: Option<u32>, positions: &[u32]) -> Option<Launch> {
+/// The kernel for a layer with this window, `None` for all positions, and its launch for new tokens at `positions`, one a
+/// row: its shape depends on their number only, `bytes` on their values. What a row adds up in which order depends on its
+/// own position alone. `None` without rows or KV heads, or with more than a launch can hold.
+pub fn decode_attention_launch(n_kv_heads: u32, window: Option<u32>, positions: &[u32]) -> Option<(Kernel, Launch)> {
     const GRID_LIMIT: u32 = 65_535;
-    let rows = u32::try_from(positions.len()).ok().filter(|rows| (1..=GRID_LIMIT).contains(rows))?;
+    // Each has a multiprocessor for itself, and takes parts of all rows in turn: 32 of 4 heads at one row.
+    const BLOCKS: u32 = 128;
+    // A window's positions are shared by a cluster.
+    const CLUSTER: u32 = 8;
+    let rows = u32::try_from(positions.len()).ok().filter(|rows| (1..=DECODE_ATTENTION_ROWS).contains(rows))?;
     if !(1..=GRID_LIMIT).contains(&n_kv_heads) {
         return None;
     }
-    let splits = AttentionSplits::of(window);
     let seen = |&position: &u32| u64::from(position) + 1;
     let seen: u64 = positions.iter().map(|p| window.map_or(seen(p), |window| seen(p).min(window.into()))).sum();
     // K and V of every position; q in and attention out.
     let bytes = u64::from(n_kv_heads) * 2 * 128 * (2 * seen + 2 * 8 * u64::from(rows));
-    Some(Launch { grid: [splits.max, n_kv_heads, rows], block: 32 * splits.warps, shared_bytes: 0, bytes })
+    Some(match window {
+        None => (DECODE_ATTENTION, Launch { grid: [BLOCKS, 1, 1], block: 256, shared_bytes: 0, bytes }),
+        Some(_) => {
+            let grid = [CLUSTER, n_kv_heads, rows];
+            (DECODE_ATTENTION_WINDOW, Launch { grid, block: 160, shared_bytes: 0, bytes })
+        }
+    })
 }
 
 #[cfg(test)]
@@ -118,20 +111,20 @@ mod tests {
 
     #[test]
     fn launches_depend_on_the_kind_of_layer_and_the_number_of_rows() {
-        let launch = decode_attention_launch(4, None, &[0]).unwrap();
-        assert_eq!((launch.grid, launch.block), ([32, 4, 1], 256));
-        assert_eq!(decode_attention_launch(4, None, &[99_999]).unwrap().grid, launch.grid);
-        let launch = decode_attention_launch(4, Some(513), &[0, 7, 100_000]).unwrap();
-        assert_eq!((launch.grid, launch.block), ([5, 4, 3], 128));
-        assert_eq!(decode_attention_launch(1, Some(65), &[5]).unwrap().grid, [1, 1, 1]);
-        assert_eq!(decode_attention_launch(1, Some(1 << 20), &[5]).unwrap().grid, [32, 1, 1]);
+        let (kernel, launch) = decode_attention_launch(4, None, &[0]).unwrap();
+        assert_eq!((kernel, launch.grid, launch.block), (DECODE_ATTENTION, [128, 1, 1], 256));
+        assert_eq!(decode_attention_launch(4, None, &[99_999]).unwrap().1.grid, launch.grid);
+        let (kernel, launch) = decode_attention_launch(4, Some(513), &[0, 7, 100_000]).unwrap();
+        assert_eq!((kernel, launch.grid, launch.block), (DECODE_ATTENTION_WINDOW, [8, 4, 3], 160));
         assert_eq!(decode_attention_launch(4, None, &[]), None);
         assert_eq!(decode_attention_launch(0, None, &[1]), None);
+        assert!(decode_attention_launch(4, None, &[1; 256]).is_some());
+        assert_eq!(decode_attention_launch(4, Some(513), &[1; 257]), None);
     }
 
     #[test]
     fn bytes_are_those_of_the_visible_positions() {
-        let bytes = |window, positions: &[u32]| decode_attention_launch(4, window, positions).unwrap().bytes;
+        let bytes = |window, positions: &[u32]| decode_attention_launch(4, window, positions).unwrap().1.bytes;
         // A new position adds its K and V, 512 bytes a head; a full window adds nothing.
         assert_eq!(bytes(None, &[100_000]) - bytes(None, &[99_999]), 2048);
         assert_eq!(bytes(Some(513), &[100_000]), bytes(Some(513), &[512]));
@@ -139,9 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn partial_results_of_every_split_fit() {
-        let splits = AttentionSplits::of(None);
-        assert_eq!(splits.partial_bytes(8, 4), 8 * 4 * 32 * 4160);
-        assert_eq!(AttentionSplits::of(Some(513)).partial_bytes(1, 1), 5 * 4160);
+    fn partial_results_of_every_part_fit() {
+        assert_eq!(decode_attention_partial_bytes(8, 4), 8 * 4 * 32 * 8 * 132 * 4);
     }
 }

@@ -128,10 +128,16 @@ pub struct DecodeEmbedArgs {
     pub embedding: u64,
     /// `[B]` u32.
     pub tokens: u64,
+    /// `[B]` u32.
+    pub positions: u64,
+    /// `[64]` f32.
+    pub inv_freq: u64,
     /// `[B, D]` bf16, written.
     pub delta: u64,
     /// `[B, D]` bf16, zeroed.
     pub residual: u64,
+    /// `[B, 2, 64]` f32, written: cosines, then sines, of the positions times `inv_freq`.
+    pub rope: u64,
 }
 
 const _: () = assert!(
@@ -142,7 +148,7 @@ const _: () = assert!(
         && size_of::<DecodeRouterArgs>() == 64
         && size_of::<DecodeExpertsUpArgs>() == 72
         && size_of::<DecodeDownArgs>() == 64
-        && size_of::<DecodeEmbedArgs>() == 32
+        && size_of::<DecodeEmbedArgs>() == 56
 );
 
 /// One operation, compiled for each number of rows and, where tiles matter, for each format.

@@ -1,7 +1,10 @@
 //! Addresses before there is a device: offsets into one allocation.
 
-use super::{Limits, MAX_ROWS, act_width, attention_partial_bytes, table_stride};
-use crate::{config::FlintConfig, kernels::SAMPLE_ROW_BYTES};
+use super::{Limits, MAX_ROWS, act_width, table_stride};
+use crate::{
+    config::FlintConfig,
+    kernels::{SAMPLE_ROW_BYTES, decode_attention_partial_bytes},
+};
 
 /// Alignment of everything that is placed.
 const ALIGN: usize = 256;
@@ -97,6 +100,8 @@ buffers! {
     sample_workspace,
     /// `[head_dim / 2]` f32, rotary frequencies.
     inv_freq,
+    /// `[8, 2, head_dim / 2]` f32, cosines and sines of a step's positions, of the fast path.
+    rope,
 }
 
 impl Buffers {
@@ -104,7 +109,7 @@ impl Buffers {
         let mut space = Space::default();
         let (d, heads, kv_heads) = (config.hidden_size, config.n_heads, config.n_kv_heads);
         let table_stride = table_stride(limits);
-        let attn_partial = space.take(attention_partial_bytes(config, MAX_ROWS));
+        let attn_partial = space.take(decode_attention_partial_bytes(MAX_ROWS, kv_heads));
         let inv_freq = space.take(config.head_dim / 2 * 4);
         let mut rows = |width: usize, element_bytes: usize| space.take(MAX_ROWS * width * element_bytes);
         let tokens = rows(2, 4);
@@ -132,6 +137,7 @@ impl Buffers {
             sample_bias: rows(limits.vocab_tokens, 4),
             sample_seen: rows(limits.vocab_tokens, 4),
             sample_workspace: rows(limits.vocab_tokens, 4),
+            rope: rows(config.head_dim, 4),
             inv_freq,
             table_stride,
             bytes: 0,

@@ -5,8 +5,7 @@ use crate::{
     checkpoint::DType,
     config::{FlintConfig, LayerKind, Mlp},
     kernels::{
-        Args, AttentionSplits, DECODE_ATTENTION, DECODE_ATTENTION_GROUP, DECODE_ATTENTION_HEAD_DIM,
-        DecodeAttentionArgs,
+        Args, DECODE_ATTENTION_GROUP, DECODE_ATTENTION_HEAD_DIM, DecodeAttentionArgs,
         decode::{
             self, DecodeDownArgs, DecodeEmbedArgs, DecodeExpertsUpArgs, DecodeLinearArgs, DecodeRouterArgs,
             LinearShape, NormArgs,
@@ -200,8 +199,11 @@ pub(super) fn steps(
         args: Args::DecodeEmbed(DecodeEmbedArgs {
             embedding: bases.weights + weights.embedding,
             tokens: buffers.tokens,
+            positions: buffers.positions,
+            inv_freq: buffers.inv_freq,
             delta: buffers.delta,
             residual: buffers.residual,
+            rope: buffers.rope,
         }),
     }];
     for (index, (layer, cache)) in weights.layers.iter().zip(plan.cache(bases)).enumerate() {
@@ -287,13 +289,13 @@ impl Builder<'_> {
             (layer.qkv, qkv / TILE_ROWS),
             (b.qkv, qkv, 2),
         ));
-        let splits = AttentionSplits::of(cache.window);
+        let (kernel, launch) = decode_attention_launch(config.n_kv_heads as u32, cache.window, self.positions)
+            .expect("a step has no more rows than a launch holds, and the path 4 KV heads");
         steps.push(Step {
             operation: Operation::Attention,
             layer: index,
-            kernel: DECODE_ATTENTION,
-            launch: decode_attention_launch(config.n_kv_heads as u32, cache.window, self.positions)
-                .expect("a step has 1 to 8 rows and the config 1 to 2^20 heads, of which a grid takes the path's 4"),
+            kernel,
+            launch,
             args: Args::DecodeAttention(DecodeAttentionArgs {
                 qkv: b.qkv,
                 kv: cache.kv,
@@ -301,17 +303,17 @@ impl Builder<'_> {
                 positions: b.positions,
                 q_norm: self.weights + layer.q_norm,
                 k_norm: self.weights + layer.k_norm,
-                inv_freq: cache.inv_freq,
+                rope: if cache.inv_freq == 0 { 0 } else { b.rope },
                 sinks: self.weights + layer.sinks,
                 attn: b.attn,
-                partial: b.attn_partial,
-                counters: b.attn_counters,
+                partial: if cache.window.is_none() { b.attn_partial } else { 0 },
+                counters: if cache.window.is_none() { b.attn_counters } else { 0 },
                 block_stride: cache.block_stride,
                 table_stride: b.table_stride as u32,
                 window: cache.window.unwrap_or(0),
-                max_splits: splits.max,
-                split_positions: splits.positions,
                 eps: config.rms_norm_eps,
+                rows: self.rows() as u32,
+                kv_heads: config.n_kv_heads as u32,
                 reserved: 0,
             }),
         });

@@ -11,8 +11,8 @@ use flint_rs::{
     },
     gpu::Buffer,
     kernels::{
-        AttentionSplits, DECODE_ATTENTION, DecodeAttentionArgs, GENERAL_ATTENTION, GENERAL_QKV_FINISH,
-        GeneralAttentionArgs, GeneralQkvFinishArgs, decode_attention_launch,
+        DecodeAttentionArgs, GENERAL_ATTENTION, GENERAL_QKV_FINISH, GeneralAttentionArgs, GeneralQkvFinishArgs,
+        decode_attention_launch, decode_attention_partial_bytes,
     },
     kv::{BLOCK_POSITIONS, PoolLayout},
 };
@@ -108,6 +108,8 @@ struct Step {
     q_norm: Buffer,
     k_norm: Buffer,
     inv_freq: Option<Buffer>,
+    /// Cosines and sines of the positions.
+    rope: Option<Buffer>,
     sinks: Buffer,
     partial: Buffer,
     counters: Buffer,
@@ -165,7 +167,6 @@ pub fn check(gpu: &Gpu, random: &mut Random, path: Path, shape: Shape, positions
     let (pool, tables, table_stride) = device_blocks(random, shape, &sequences);
     let layout = PoolLayout { n_layers: LAYERS, n_kv_heads, head_dim };
     let u32_positions: Vec<u32> = positions.iter().map(|&p| p as u32).collect();
-    let splits = AttentionSplits::of(shape.window.map(|window| window as u32));
     let step = Step {
         shape,
         layout,
@@ -176,8 +177,9 @@ pub fn check(gpu: &Gpu, random: &mut Random, path: Path, shape: Shape, positions
         q_norm: gpu.f32s(&q_norm),
         k_norm: gpu.f32s(&k_norm),
         inv_freq: shape.rope.then(|| gpu.f32s(rope.inv_freq())),
+        rope: shape.rope.then(|| gpu.f32s(&angles(rope.inv_freq(), positions))),
         sinks: gpu.f32s(&sinks),
-        partial: gpu.poisoned(splits.partial_bytes(positions.len() as u32, n_kv_heads as u32) as usize),
+        partial: gpu.poisoned(decode_attention_partial_bytes(positions.len(), n_kv_heads)),
         counters: gpu.upload(&vec![0; positions.len() * n_kv_heads * 4]),
         qkv,
     };
@@ -205,6 +207,15 @@ pub fn check(gpu: &Gpu, random: &mut Random, path: Path, shape: Shape, positions
         let alone = step.run(gpu, path, &pool_buffer, row..row + 1, false);
         assert!(alone == together[row * row_bytes..][..row_bytes], "{what}: row {row} depends on the others");
     }
+}
+
+/// `[positions, 2, head_dim / 2]`: cosines, then sines, as `decode_embed` leaves them.
+fn angles(inv_freq: &[f32], positions: &[usize]) -> Vec<f32> {
+    let of = |&position: &usize| {
+        let angles = inv_freq.iter().map(move |inv_freq| f64::from(position as f32 * inv_freq));
+        angles.clone().map(f64::cos).chain(angles.map(f64::sin)).map(|x| x as f32)
+    };
+    positions.iter().flat_map(of).collect()
 }
 
 /// The pool's bytes with every sequence in blocks of random order, everything else being NaN; the block tables, whose
@@ -272,7 +283,6 @@ impl Step {
         match path {
             Path::Fast => {
                 assert_eq!((head_dim, n_heads), (128, 8 * n_kv_heads));
-                let splits = AttentionSplits::of(u32_window);
                 let args = DecodeAttentionArgs {
                     qkv: qkv.address(),
                     kv,
@@ -280,23 +290,23 @@ impl Step {
                     positions,
                     q_norm: self.q_norm.address(),
                     k_norm: self.k_norm.address(),
-                    inv_freq,
+                    rope: self.rope.as_ref().map_or(0, |rope| rope.address() + 512 * rows.start as u64),
                     sinks: self.sinks.address(),
                     attn: attn.address(),
-                    partial: self.partial.address(),
-                    counters: self.counters.address(),
+                    partial: if window.is_none() { self.partial.address() } else { 0 },
+                    counters: if window.is_none() { self.counters.address() } else { 0 },
                     block_stride,
                     table_stride,
                     window: u32_window.unwrap_or(0),
-                    max_splits: splits.max,
-                    split_positions: splits.positions,
                     eps: EPS,
+                    rows: rows.len() as u32,
+                    kv_heads: n_kv_heads as u32,
                     reserved: 0,
                 };
-                let launch =
+                let (kernel, launch) =
                     decode_attention_launch(n_kv_heads as u32, u32_window, &self.positions[rows.clone()]).unwrap();
                 // SAFETY: every buffer has the extent that the struct states, and lives until the download.
-                unsafe { gpu.launch(DECODE_ATTENTION, launch, pdl, &args) };
+                unsafe { gpu.launch(kernel, launch, pdl, &args) };
             }
             Path::General => {
                 let finish = GeneralQkvFinishArgs {
