@@ -57,6 +57,8 @@ pub static IMAGES: &[Image] = &[
     image!("general_norm", [kernels::GENERAL_NORM], []),
     image!("general_project", [kernels::GENERAL_EMBED, kernels::GENERAL_PROJECT], []),
     image!("nvfp4_expand", [kernels::NVFP4_EXPAND_BF16, kernels::NVFP4_EXPAND_F32], []),
+    image!("prefill_embed", [kernels::PREFILL_EMBED], []),
+    image!("prefill_norm", [kernels::PREFILL_NORM], []),
     image!("repack", [kernels::REPACK_NVFP4, kernels::REPACK_BF16], []),
     image!("synthetic", [kernels::SYNTHETIC_F32, kernels::SYNTHETIC_BF16, kernels::SYNTHETIC_NVFP4], []),
 ];

@@ -6,6 +6,7 @@ pub mod decode;
 mod expand;
 mod general;
 mod load;
+mod prefill_rows;
 mod sample;
 
 use std::ffi::CStr;
@@ -14,6 +15,7 @@ pub use attention::*;
 pub use expand::*;
 pub use general::*;
 pub use load::*;
+pub use prefill_rows::*;
 pub use sample::*;
 
 /// What a loaded kernel must match.
@@ -59,4 +61,6 @@ pub enum Args {
     GeneralQkvFinish(GeneralQkvFinishArgs),
     GeneralRouter(GeneralRouterArgs),
     GeneralSwiglu(GeneralSwigluArgs),
+    PrefillEmbed(PrefillEmbedArgs),
+    PrefillNorm(PrefillNormArgs),
 }
