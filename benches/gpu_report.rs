@@ -29,7 +29,7 @@ mod report {
         config::FlintConfig,
         gpu::{Call, Device, GpuModel, IMAGES, RunOptions, SequenceId, Source},
         kernels::{SYNTHETIC_BF16, SampleStart, SyntheticArgs, synthetic_launch},
-        plan::{Ending, Limits, Operation, Step, Totals},
+        plan::{CHUNK_TOKENS, Ending, Limits, Operation, Step, Totals},
         sampling::SamplingParams,
     };
 
@@ -135,6 +135,7 @@ mod report {
             sequences: most(&batches)?,
             context_tokens: (most(&contexts)? + ROOM).min(config.context_length),
             vocab_tokens: config.vocab_size,
+            chunk_tokens: CHUNK_TOKENS,
         };
         let start = Instant::now();
         let source = Source::Synthetic { config: &config, seed: 1, dtype };
