@@ -9,9 +9,9 @@
 // out      attn [16 G, panel_rows, 64] bf16 in the order of panel.cuh
 // p is rounded to bf16 for the product with v, relative to m as it stands then; all else is fp32.
 //
-// launch   grid min(n_tiles G, SMs), block 384, dynamic shared memory kSharedBytes. Thread blocks take work items
-// (tile,
-//          KV head) off a counter, in the order of the table.
+// launch   grid min(n_tiles G, SMs), block 384, dynamic shared memory kSharedBytes. Thread blocks take work items,
+// which
+//          are a tile and a KV head each, off a counter, in the order of the table.
 // order    keys come in steps of 128 positions that begin at multiples of 128, in ascending order, and a step that a
 //          token does not see leaves its maximum, sum and output as they are to the bit. So a token's result depends
 //          on its own position alone: neither on the tile that it is in, nor on its place there, nor on the launch.
@@ -20,9 +20,9 @@
 //
 // A work item is 16 tokens x 8 query heads of one KV head: 128 rows, row 8 i + h being head h of token i. Two consumer
 // warpgroups have 64 rows each, with q as the A operand in registers; one producer warpgroup copies K and V to shared
-// memory, swizzled by 128 bytes, where both lie K-major as the cache has them. While the tensor cores compute the
-// scores of a step and the output of the step before, the consumers do the softmax of the other; the two consumers
-// take turns in handing work to the tensor cores, so that one's softmax runs under the other's products.
+// memory, swizzled by 128 bytes, where both lie K-major as the cache has them. A consumer hands the scores of a step
+// and the output of the step before to the tensor cores together, so that its softmax runs under the second of them,
+// and under whatever the other consumer has there.
 
 #include <cuda_bf16.h>
 
@@ -109,11 +109,6 @@ __device__ __forceinline__ void warp_arrive(uint64_t* barrier) {
 
 __device__ __forceinline__ void copy_16(uint32_t to, const __nv_bfloat16* from) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-// Of the 16 bytes, those from `bytes` on are zeros.
-__device__ __forceinline__ void copy_16(uint32_t to, const __nv_bfloat16* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
 // A K-major operand of rows of 128 bytes with 128-byte swizzle, groups of 8 rows one after the other.
@@ -306,47 +301,9 @@ __device__ __forceinline__ void produce(const PrefillAttentionArgs& args, uint32
     producer.finish();
 }
 
-// Two rows of a warp's 16, of which lanes 4 g to 4 g + 3 have columns 8 j + 2 t and 8 j + 2 t + 1 each.
-struct Rows {
-    float max[2], sum[2], rescale[2];
-};
-
-// p of a step in place of its scores, relative to the maximum so far.
-__device__ __forceinline__ void softmax(float (&s)[64], Rows& rows) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float top[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) top[i] = rows.max[r];
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            top[j % 2] = fmaxf(top[j % 2], s[4 * j + 2 * r]);
-            top[2 + j % 2] = fmaxf(top[2 + j % 2], s[4 * j + 2 * r + 1]);
-        }
-        float max = fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
-        max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
-        max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
-        rows.rescale[r] = exp2_fast((rows.max[r] - max) * kScoreScale);
-        rows.max[r] = max;
-        const float shift = max * kScoreScale;
-        float sum[4] = {};
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                float& p = s[4 * j + 2 * r + c];
-                p = exp2_fast(__fmaf_rn(p, kScoreScale, -shift));
-                sum[2 * c + j % 2] += p;
-            }
-        }
-        rows.sum[r] = rows.sum[r] * rows.rescale[r] + ((sum[0] + sum[1]) + (sum[2] + sum[3]));
-    }
-}
-
 __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32_t slots, Control* control) {
     const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
-    const uint32_t qkv_stride = (kGroup + 2) * args.n_kv_heads * kHeadDim;
     Place<kItems> place;
     Place<kSlots> next;
 
@@ -382,10 +339,6 @@ __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32
 #pragma unroll
             for (int j = 0; j < 4; ++j) p[i][j] = pack(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
     };
-    // Turns of the two consumers: `await_turn` waits until the other has passed it on.
-    auto await_turn = [&]() { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); };
-    auto pass_turn = [&]() { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); };
-    if (group == 1) pass_turn();
 
     while (true) {
         barrier_wait(&control->item_full[place.index], place.phase);
@@ -401,48 +354,13 @@ __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32
                 take();
                 release(next.index);
                 next.advance();
-                if (i > 0 && i % 2 == 0) {
-                    await_turn();
-                    pass_turn();
-                }
             }
             continue;
         }
 
-        // This thread's rows are head g of two tokens; past the tile's end they are copies of its last.
-        const int token = 8 * group + 2 * warp, last = tile.rows - 1;
-        const int row0 = tile.row + min(token, last), row1 = tile.row + min(token + 1, last);
-        const int position0 = tile.position + min(token, last), position1 = tile.position + min(token + 1, last);
-        const int head = kv_head * kGroup + g;
-        const __nv_bfloat16* qkv = static_cast<const __nv_bfloat16*>(args.qkv) + head * kHeadDim + 8 * t;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint4 a = *reinterpret_cast<const uint4*>(qkv + uint64_t(row0) * qkv_stride + 32 * i);
-            const uint4 b = *reinterpret_cast<const uint4*>(qkv + uint64_t(row1) * qkv_stride + 32 * i);
-            q[2 * i][0] = a.x, q[2 * i][1] = b.x, q[2 * i][2] = a.y, q[2 * i][3] = b.y;
-            q[2 * i + 1][0] = a.z, q[2 * i + 1][1] = b.z, q[2 * i + 1][2] = a.w, q[2 * i + 1][3] = b.w;
-        }
-        Rows rows;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            rows.max[r] = args.sinks[head] * kSinkScale;
-            rows.sum[r] = t == 0 ? 1 : 0;
-        }
-
-        const int first = tile.position + token;
-        // Positions that are seen: those whose distance is below this.
-        const uint32_t reach = args.window == 0 ? 1u << 31 : args.window;
-        auto mask = [&](int step) {
-            const int begin = step * kStep;
-            if (begin + kStep - 1 <= first && uint32_t(first + 1 - begin) < reach) return;
-#pragma unroll
-            for (int j = 0; j < 16; ++j)
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    const int at = begin + 8 * j + 2 * t + c % 2;
-                    if (uint32_t((c < 2 ? position0 : position1) - at) >= reach) s[4 * j + c] = -INFINITY;
-                }
-        };
+        const TileRows rows(tile, kv_head, 8 * group + 2 * warp, g);
+        rows.load_q(args, t, q);
+        Softmax softmax(args.sinks[rows.head], t);
 
         uint64_t k = take();
         wgmma_fence();
@@ -450,34 +368,29 @@ __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32
         wgmma_wait<0>(s);
         release(next.index);
         next.advance();
-        mask(steps.first);
-        softmax(s, rows);
+        rows.mask(s, steps.first * kStep, args.window, t);
+        softmax.step(s);
         round_p();
         bool add = false;
         for (int step = steps.first + 1; step <= steps.last; ++step) {
             k = take();
             const uint32_t k_slot = next.index;
             next.advance();
-            await_turn();
             wgmma_fence();
             scores(k);
             const uint64_t v = take();
             output(v, add);
             add = true;
-            pass_turn();
             wgmma_wait<1>(s);
             release(k_slot);
-            mask(step);
-            softmax(s, rows);
+            rows.mask(s, step * kStep, args.window, t);
+            softmax.step(s);
             wgmma_wait<0>(o);
             release(next.index);
             next.advance();
             round_p();
-            // By exactly 1 nearly always.
-            if (__any_sync(~0u, rows.rescale[0] != 1 || rows.rescale[1] != 1)) {
 #pragma unroll
-                for (int i = 0; i < 64; ++i) o[i] *= rows.rescale[i / 2 % 2];
-            }
+            for (int i = 0; i < 64; ++i) o[i] *= softmax.rescale[i / 2 % 2];
         }
         const uint64_t v = take();
         wgmma_fence();
@@ -485,15 +398,7 @@ __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32
         wgmma_wait<0>(o);
         release(next.index);
         next.advance();
-
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float sum = rows.sum[r];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            if (token + r > last) continue;
-            store_attn(args, r == 0 ? row0 : row1, head, t, o, 2 * r, 1 / sum);
-        }
+        store_attn(args, rows, softmax, o, t);
     }
 }
 
