@@ -444,8 +444,16 @@ impl GpuModel {
             GeneralQkvFinish,
             GeneralRouter,
             GeneralSwiglu,
+            PrefillAttention,
+            PrefillCombine,
             PrefillEmbed,
-            PrefillNorm
+            PrefillExperts,
+            PrefillGather,
+            PrefillGroup,
+            PrefillKv,
+            PrefillLinear,
+            PrefillNorm,
+            PrefillRoute
         )
     }
 }

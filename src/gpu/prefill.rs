@@ -113,7 +113,7 @@ impl GpuModel {
         self.read_logits(rows.len())
     }
 
-    /// Appends `tokens` as [`Self::prefill`] does; `sink` gets the `[V]` logits after each of them, in order.
+    /// Appends `tokens` as [`Self::prefill`] does; `sink` gets the logits after each of them in order, `[n, V]` at a time.
     ///
     /// Errors: as there, and what `sink` returns; then the sequence is at the border of a chunk.
     pub fn prompt_logits(
@@ -136,9 +136,7 @@ impl GpuModel {
                 }
                 let row_bytes = 4 * self.config().vocab_size;
                 let logits = self.buffers.read(self.plan.chunk_logits() as usize, rows * row_bytes)?;
-                for row in logits.chunks_exact(row_bytes) {
-                    sink(&row.as_chunks().0.iter().map(|&value| f32::from_le_bytes(value)).collect::<Vec<_>>())?;
-                }
+                sink(&logits.as_chunks().0.iter().map(|&value| f32::from_le_bytes(value)).collect::<Vec<_>>())?;
             }
         }
         Ok(())

@@ -4,10 +4,12 @@
 use super::{
     Bases, Limits, Operation, Path, Plan, Space, Step, WeightPlan, general, prefill, prefill::PrefillBuffers, window,
 };
-use crate::config::FlintConfig;
+use crate::{config::FlintConfig, kernels::PrefillTile};
 
 /// Most tokens of a chunk on the general path, whose kernels read every matrix once for 8 rows.
 const GENERAL_TOKENS: usize = 64;
+/// Words of a tile of attention.
+const TILE_WORDS: usize = size_of::<PrefillTile>() / 4;
 /// Most rows of a chunk whose logits are made at a time.
 const LOGITS_ROWS: usize = 256;
 
@@ -69,15 +71,16 @@ pub(super) fn tokens(path: &Path, limits: Limits) -> usize {
 impl Chunk {
     pub(super) fn new(space: &mut Space, config: &FlintConfig, path: &Path, limits: Limits, tokens: usize) -> Self {
         let fast = matches!(path, Path::Fast(_));
+        let logits_rows = if fast { tokens.min(LOGITS_ROWS) } else { tokens };
         let line = tokens.next_multiple_of(4);
-        let words = if fast { line + prefill::TILE_WORDS * prefill::most_tiles(tokens, limits) } else { 3 * line };
+        let words = if fast { line + TILE_WORDS * prefill::most_tiles(tokens, limits) } else { 3 * line };
         let first = space.take(4 * words);
         let behind = |lines: usize| first + (4 * lines * line) as u64;
         Self {
             tokens,
-            logits_rows: if fast { tokens.min(LOGITS_ROWS) } else { tokens },
+            logits_rows,
             inputs: ChunkInputs { tokens: first, positions: behind(1), slots: behind(2), tiles: behind(1), words },
-            prefill: fast.then(|| PrefillBuffers::new(space, config, tokens)),
+            prefill: fast.then(|| PrefillBuffers::new(space, config, tokens, logits_rows)),
         }
     }
 }
@@ -100,7 +103,7 @@ impl Plan {
             row += tokens.len();
         }
         match self.weights {
-            WeightPlan::Fast(..) => words.extend(prefill::tile_words(&all)),
+            WeightPlan::Fast(..) => words.extend(prefill::tiles(&all).into_iter().flat_map(PrefillTile::words)),
             WeightPlan::General(_) => {
                 words.resize(3 * line, 0);
                 let (positions, slots) = words[line..].split_at_mut(line);
