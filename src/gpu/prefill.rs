@@ -12,6 +12,8 @@ use crate::{
 
 /// Chunks that are queued and have not ended, at most: the device never waits for the host, and stops within one.
 const AHEAD: usize = 2;
+/// Tokens whose logits reach the host at a time.
+const HOST_ROWS: usize = 64;
 
 /// What chunks that are on their way hold.
 pub(super) struct Chunks {
@@ -21,12 +23,14 @@ pub(super) struct Chunks {
     ends: [Event; AHEAD],
     /// Chunks so far; number n has line n modulo [`AHEAD`].
     queued: usize,
+    /// Made when they are asked for first.
+    logits: Option<Pinned<f32>>,
 }
 
 impl Chunks {
     pub fn new(device: &Device, chunk: &Chunk) -> Result<Self> {
         let inputs = [device.pinned(chunk.inputs.words)?, device.pinned(chunk.inputs.words)?];
-        Ok(Self { inputs, ends: [device.event(false)?, device.event(false)?], queued: 0 })
+        Ok(Self { inputs, ends: [device.event(false)?, device.event(false)?], queued: 0, logits: None })
     }
 
     /// Waits for the chunk that was queued as the `age`th last, 1 or 2; for none if there were fewer.
@@ -134,10 +138,23 @@ impl GpuModel {
                 for step in self.plan.logits_steps(&self.bases(), first, rows) {
                     self.call(&step)?.queue(self.options.pdl)?;
                 }
-                let row_bytes = 4 * self.config().vocab_size;
-                let logits = self.buffers.read(self.plan.chunk_logits() as usize, rows * row_bytes)?;
-                sink(&logits.as_chunks().0.iter().map(|&value| f32::from_le_bytes(value)).collect::<Vec<_>>())?;
+                self.hand_over_logits(rows, sink)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Gives `sink` what the last launches made.
+    fn hand_over_logits(&mut self, rows: usize, sink: &mut dyn FnMut(&[f32]) -> Result<()>) -> Result<()> {
+        let vocab = self.config().vocab_size;
+        let host = match &mut self.chunks.logits {
+            Some(host) => host,
+            none => none.insert(self.device.pinned(HOST_ROWS.min(self.plan.chunk().logits_rows) * vocab)?),
+        };
+        for first in (0..rows).step_by(HOST_ROWS) {
+            let len = HOST_ROWS.min(rows - first) * vocab;
+            self.buffers.read_pinned(self.plan.chunk_logits() as usize + 4 * first * vocab, host, len)?;
+            sink(&host.as_slice()[..len])?;
         }
         Ok(())
     }
