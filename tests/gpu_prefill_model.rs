@@ -254,7 +254,9 @@ fn the_decode_loop_goes_on_beside_prompts() {
                 prefill(&mut model, ids[1], &prompts[1]);
             }
             let after = model.forward(&[(ids[1], 7)]).unwrap();
-            ids.iter().for_each(|&id| model.remove_sequence(id));
+            for id in ids {
+                model.remove_sequence(id);
+            }
             (chosen, bits(&after))
         };
         assert!(run(true) == run(false), "{dtype}");
