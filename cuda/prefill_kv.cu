@@ -41,7 +41,7 @@ __device__ __forceinline__ uint4 transpose_4(uint4 x, int lane) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256) prefill_kv(const __grid_constant__ PrefillKvArgs args) {
+extern "C" __global__ void __launch_bounds__(256, 2) prefill_kv(const __grid_constant__ PrefillKvArgs args) {
     // Padded by 4 bytes, so that the 16 dims and two halves that a warp reads hit different banks.
     __shared__ __nv_bfloat16 values[kTileTokens][kHeadDim + 2];
     pdl_wait();
@@ -68,6 +68,9 @@ extern "C" __global__ void __launch_bounds__(256) prefill_kv(const __grid_consta
     __nv_bfloat16* v_part = k_part + n_kv_heads * kPartHead;
     const uint32_t position = tile.position + place;
 
+    uint32_t* to_shared = reinterpret_cast<uint32_t*>(&values[token][8 * lane16]);
+    to_shared[0] = v.x, to_shared[1] = v.y, to_shared[2] = v.z, to_shared[3] = v.w;
+
     const bool rope = args.inv_freq != nullptr;
     float cos[8], sin[8];
     if (rope) {
@@ -85,11 +88,6 @@ extern "C" __global__ void __launch_bounds__(256) prefill_kv(const __grid_consta
         }
     }
 
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const uint32_t word = i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-        *reinterpret_cast<uint32_t*>(&values[token][8 * lane16 + 2 * i]) = word;
-    }
     const uint4 x = norm_rope(raw[kGroup], args.k_norm, args.eps, rope, cos, sin, lane16);
     if (exists) *reinterpret_cast<uint4*>(k_part + position % kBlock * kHeadDim + 8 * lane16) = x;
     // This lane's four pairs are word lane16 % 4 of parts (lane16 / 4, 0 to 3).

@@ -57,6 +57,9 @@ pub static IMAGES: &[Image] = &[
     image!("general_norm", [kernels::GENERAL_NORM], []),
     image!("general_project", [kernels::GENERAL_EMBED, kernels::GENERAL_PROJECT], []),
     image!("nvfp4_expand", [kernels::NVFP4_EXPAND_BF16, kernels::NVFP4_EXPAND_F32], []),
+    image!("prefill_attention", [kernels::PREFILL_ATTENTION], []),
+    image!("prefill_attention_hopper", [kernels::PREFILL_ATTENTION_HOPPER], []),
+    image!("prefill_kv", [kernels::PREFILL_KV], []),
     image!("repack", [kernels::REPACK_NVFP4, kernels::REPACK_BF16], []),
     image!("synthetic", [kernels::SYNTHETIC_F32, kernels::SYNTHETIC_BF16, kernels::SYNTHETIC_NVFP4], []),
 ];

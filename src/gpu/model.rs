@@ -425,7 +425,9 @@ impl GpuModel {
             GeneralProject,
             GeneralQkvFinish,
             GeneralRouter,
-            GeneralSwiglu
+            GeneralSwiglu,
+            PrefillAttention,
+            PrefillKv
         )
     }
 }

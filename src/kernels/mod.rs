@@ -6,6 +6,7 @@ pub mod decode;
 mod expand;
 mod general;
 mod load;
+mod prefill_attention;
 mod sample;
 
 use std::ffi::CStr;
@@ -14,6 +15,7 @@ pub use attention::*;
 pub use expand::*;
 pub use general::*;
 pub use load::*;
+pub use prefill_attention::*;
 pub use sample::*;
 
 /// What a loaded kernel must match.
@@ -59,4 +61,6 @@ pub enum Args {
     GeneralQkvFinish(GeneralQkvFinishArgs),
     GeneralRouter(GeneralRouterArgs),
     GeneralSwiglu(GeneralSwigluArgs),
+    PrefillAttention(PrefillAttentionArgs),
+    PrefillKv(PrefillKvArgs),
 }
