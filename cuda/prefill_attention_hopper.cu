@@ -385,12 +385,16 @@ __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32
             release(k_slot);
             rows.mask(s, step * kStep, args.window, t);
             softmax.step(s);
+            // The branch keeps the compiler from waiting for the output before it computes p.
+            if (__any_sync(~0u, softmax.rescale[0] != 1 || softmax.rescale[1] != 1)) {
+                wgmma_wait<0>(o);
+#pragma unroll
+                for (int i = 0; i < 64; ++i) o[i] *= softmax.rescale[i / 2 % 2];
+            }
             wgmma_wait<0>(o);
             release(next.index);
             next.advance();
             round_p();
-#pragma unroll
-            for (int i = 0; i < 64; ++i) o[i] *= softmax.rescale[i / 2 % 2];
         }
         const uint64_t v = take();
         wgmma_fence();

@@ -4,14 +4,13 @@
 //   cache[position] = k, v
 //
 // in       qkv [T, 10 G, 128] bf16, tiles, blocks, norms, inv_freq: see args_prefill_attention.h
-// out      q in place, in the order of prefill_tile.cuh; kv per block and layer: K [G, 64 positions, 128], V [G, 128,
-// 64
-//          positions], bf16, of the tiles' positions alone
+// out      q in place, in the order of prefill_tile.cuh; of the tiles' positions alone, kv per block and layer: K [G, 64
+//          positions, 128], V [G, 128, 64 positions], bf16
 // The bits are those of decode_attention.cu.
 //
 // launch   grid (tiles, G), block 256; no dynamic shared memory
 // bound    memory: 5 KB a token and KV head
-// PDL      waits before the first load, triggers right after it
+// PDL      the angles come before the wait, so the tiles must be older than the kernel before; triggers right after it
 //
 // 16 lanes have a token: all its heads of the group, so that they compute its angles once. V is transposed through
 // shared memory; a whole tile has 16 positions of a dim, which are one sector.
@@ -44,28 +43,12 @@ __device__ __forceinline__ uint4 transpose_4(uint4 x, int lane) {
 extern "C" __global__ void __launch_bounds__(256) prefill_kv(const __grid_constant__ PrefillKvArgs args) {
     // Padded by 4 bytes, so that the 16 dims and two halves that a warp reads hit different banks.
     __shared__ __nv_bfloat16 values[kTileTokens][kHeadDim + 2];
-    pdl_wait();
-    pdl_launch();
-
     const PrefillTile tile = args.tiles[blockIdx.x];
     const int n_kv_heads = gridDim.y, kv_head = blockIdx.y;
     const int token = threadIdx.x / 16, lane16 = threadIdx.x % 16;
     const bool exists = token < tile.rows;
     // Lanes without a token repeat the last one's, so that shuffles have all lanes, and write nothing.
     const uint32_t place = min(uint32_t(token), tile.rows - 1);
-    __nv_bfloat16* heads = static_cast<__nv_bfloat16*>(args.qkv) +
-                           uint64_t(tile.row + place) * (kGroup + 2) * n_kv_heads * kHeadDim + 8 * lane16;
-    __nv_bfloat16* q = heads + kGroup * kv_head * kHeadDim;
-    const __nv_bfloat16* k = heads + (kGroup * n_kv_heads + kv_head) * kHeadDim;
-    uint4 raw[kGroup + 1];
-#pragma unroll
-    for (int head = 0; head < kGroup; ++head) raw[head] = *reinterpret_cast<const uint4*>(q + head * kHeadDim);
-    raw[kGroup] = *reinterpret_cast<const uint4*>(k);
-    const uint4 v = *reinterpret_cast<const uint4*>(k + n_kv_heads * kHeadDim);
-
-    const uint32_t block = args.blocks[uint64_t(tile.table_row) * args.table_stride + tile.position / kBlock];
-    __nv_bfloat16* k_part = static_cast<__nv_bfloat16*>(args.kv) + block * args.block_stride + kv_head * kPartHead;
-    __nv_bfloat16* v_part = k_part + n_kv_heads * kPartHead;
     const uint32_t position = tile.position + place;
 
     const bool rope = args.inv_freq != nullptr;
@@ -85,11 +68,24 @@ extern "C" __global__ void __launch_bounds__(256) prefill_kv(const __grid_consta
         }
     }
 
+    pdl_wait();
+    pdl_launch();
+    __nv_bfloat16* heads = static_cast<__nv_bfloat16*>(args.qkv) +
+                           uint64_t(tile.row + place) * (kGroup + 2) * n_kv_heads * kHeadDim + 8 * lane16;
+    __nv_bfloat16* q = heads + kGroup * kv_head * kHeadDim;
+    const __nv_bfloat16* k = heads + (kGroup * n_kv_heads + kv_head) * kHeadDim;
+    uint4 raw[kGroup + 1];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const uint32_t word = i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-        *reinterpret_cast<uint32_t*>(&values[token][8 * lane16 + 2 * i]) = word;
-    }
+    for (int head = 0; head < kGroup; ++head) raw[head] = *reinterpret_cast<const uint4*>(q + head * kHeadDim);
+    raw[kGroup] = *reinterpret_cast<const uint4*>(k);
+    const uint4 v = *reinterpret_cast<const uint4*>(k + n_kv_heads * kHeadDim);
+
+    const uint32_t block = args.blocks[uint64_t(tile.table_row) * args.table_stride + tile.position / kBlock];
+    __nv_bfloat16* k_part = static_cast<__nv_bfloat16*>(args.kv) + block * args.block_stride + kv_head * kPartHead;
+    __nv_bfloat16* v_part = k_part + n_kv_heads * kPartHead;
+    uint32_t* to_shared = reinterpret_cast<uint32_t*>(&values[token][8 * lane16]);
+    to_shared[0] = v.x, to_shared[1] = v.y, to_shared[2] = v.z, to_shared[3] = v.w;
+
     const uint4 x = norm_rope(raw[kGroup], args.k_norm, args.eps, rope, cos, sin, lane16);
     if (exists) *reinterpret_cast<uint4*>(k_part + position % kBlock * kHeadDim + 8 * lane16) = x;
     // This lane's four pairs are word lane16 % 4 of parts (lane16 / 4, 0 to 3).
