@@ -92,6 +92,34 @@ struct Inputs {
     }
 };
 
+// The scales of rows g and g + 8 in chunk i, each twice as BF16.
+struct ScalePairs {
+    uint32_t g, g8;
+
+    __device__ __forceinline__ ScalePairs(const uint4& scales, int i) {
+        const uint32_t four = i < 2 ? scales.x : i < 4 ? scales.y : i < 6 ? scales.z : scales.w;
+        g = pair(__byte_perm(four, 0, i % 2 ? 0x4442 : 0x4440));
+        g8 = pair(__byte_perm(four, 0, i % 2 ? 0x4443 : 0x4441));
+    }
+
+private:
+    static __device__ __forceinline__ uint32_t pair(uint32_t byte) { return byte * 0x00100010u + 0x76007600u; }
+};
+
+// The A fragment of a word of codes.
+__device__ __forceinline__ void expand_codes(uint32_t (&a)[4], uint32_t word, const ScalePairs& scales) {
+    constexpr uint32_t kMask = 0x81C081C0u;
+    a[0] = word & kMask;
+    a[1] = (word << 3) & kMask;
+    // 66 = 64 + 2: the magnitude goes up by 6 bits, the sign by 1, and the stray copies are masked.
+    a[2] = ((word & 0x40074007u) * 66u) & kMask;
+    a[3] = ((word >> 3) & 0x01C001C0u) | ((word << 2) & 0x80008000u);
+    a[0] = mul_bf16x2(a[0], scales.g);
+    a[1] = mul_bf16x2(a[1], scales.g8);
+    a[2] = mul_bf16x2(a[2], scales.g);
+    a[3] = mul_bf16x2(a[3], scales.g8);
+}
+
 struct Nvfp4Tile {
     static constexpr int kBytes = 4608;
     static constexpr float kWeightScale = 256.0f;
@@ -108,31 +136,18 @@ struct Nvfp4Tile {
     __device__ __forceinline__ void begin() { scales = next_scales; }
 
     __device__ __forceinline__ void multiply(int i, Accumulator& sum, const Inputs& x) const {
-        const uint32_t four = i < 2 ? scales.x : i < 4 ? scales.y : i < 6 ? scales.z : scales.w;
-        const uint32_t scale_g = scale_pair(__byte_perm(four, 0, i % 2 ? 0x4442 : 0x4440));
-        const uint32_t scale_g8 = scale_pair(__byte_perm(four, 0, i % 2 ? 0x4443 : 0x4441));
-        multiply_word(codes[i].x, scale_g, scale_g8, sum.sets[0], x.low.x, x.low.y);
-        multiply_word(codes[i].y, scale_g, scale_g8, sum.sets[1], x.low.z, x.low.w);
-        multiply_word(codes[i].z, scale_g, scale_g8, sum.sets[2], x.high.x, x.high.y);
-        multiply_word(codes[i].w, scale_g, scale_g8, sum.sets[3], x.high.z, x.high.w);
+        const ScalePairs pairs(scales, i);
+        multiply_word(codes[i].x, pairs, sum.sets[0], x.low.x, x.low.y);
+        multiply_word(codes[i].y, pairs, sum.sets[1], x.low.z, x.low.w);
+        multiply_word(codes[i].z, pairs, sum.sets[2], x.high.x, x.high.y);
+        multiply_word(codes[i].w, pairs, sum.sets[3], x.high.z, x.high.w);
     }
 
 private:
-    static __device__ __forceinline__ uint32_t scale_pair(uint32_t byte) { return byte * 0x00100010u + 0x76007600u; }
-
-    static __device__ __forceinline__ void multiply_word(uint32_t word, uint32_t scale_g, uint32_t scale_g8,
-                                                         float (&sum)[4], uint32_t x0, uint32_t x1) {
-        constexpr uint32_t kMask = 0x81C081C0u;
+    static __device__ __forceinline__ void multiply_word(uint32_t word, const ScalePairs& pairs, float (&sum)[4],
+                                                         uint32_t x0, uint32_t x1) {
         uint32_t a[4];
-        a[0] = word & kMask;
-        a[1] = (word << 3) & kMask;
-        // 66 = 64 + 2: the magnitude goes up by 6 bits, the sign by 1, and the stray copies are masked.
-        a[2] = ((word & 0x40074007u) * 66u) & kMask;
-        a[3] = ((word >> 3) & 0x01C001C0u) | ((word << 2) & 0x80008000u);
-        a[0] = mul_bf16x2(a[0], scale_g);
-        a[1] = mul_bf16x2(a[1], scale_g8);
-        a[2] = mul_bf16x2(a[2], scale_g);
-        a[3] = mul_bf16x2(a[3], scale_g8);
+        expand_codes(a, word, pairs);
         mma_bf16(sum, a, x0, x1);
     }
 };

@@ -18,13 +18,19 @@ struct Routing {
     int n_list;
 };
 
-// One warp chooses for one row: the 6 largest sigmoid scores (ties: lowest index), divided by their sum, then put in
-// ascending order of the index, in which the experts' outputs are added.
-template <int NB>
-__device__ __forceinline__ void choose_experts(Routing<NB>& routing, const float* logits, int row, int lane) {
+// One of the choices of a row.
+struct Choice {
+    int expert;
+    float weight;  // its score divided by the sum of the chosen
+    int slot;      // its place among the chosen, which ascend by index
+};
+
+// One warp chooses for one row: the 6 largest sigmoid scores (ties: lowest index), put in ascending order of the index,
+// in which the experts' outputs are added. Lanes below 6 hold a choice each.
+__device__ __forceinline__ Choice choose_experts(const float* logits, int lane) {
     constexpr int kEach = kExperts / 32;  // expert 8 * lane + i
-    const float4 low = reinterpret_cast<const float4*>(logits + row * kExperts)[2 * lane];
-    const float4 high = reinterpret_cast<const float4*>(logits + row * kExperts)[2 * lane + 1];
+    const float4 low = reinterpret_cast<const float4*>(logits)[2 * lane];
+    const float4 high = reinterpret_cast<const float4*>(logits)[2 * lane + 1];
     const float logit[kEach] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     // A score is not negative, so its bits order as it does; one more tells a score of 0 from a chosen one.
     uint32_t keys[kEach];
@@ -60,11 +66,7 @@ __device__ __forceinline__ void choose_experts(Routing<NB>& routing, const float
     int slot = 0;
 #pragma unroll
     for (int k = 0; k < kChosen; ++k) slot += __shfl_sync(0xFFFFFFFFu, expert, k) < expert;
-    if (lane < kChosen) {
-        routing.experts[row][slot] = expert;
-        routing.weights[row][slot] = score / sum;
-        atomicOr(&routing.masks[expert / 32], 1u << (expert % 32));
-    }
+    return {expert, score / sum, slot};
 }
 
 // Fills `routing` for rows 0 .. rows-1. Needs at least NB warps; every thread of the block calls it; ends synchronised.
@@ -73,7 +75,14 @@ __device__ __forceinline__ void route(Routing<NB>& routing, const float* logits,
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x < 8) routing.masks[threadIdx.x] = 0;
     __syncthreads();
-    if (warp < rows) choose_experts<NB>(routing, logits, warp, lane);
+    if (warp < rows) {
+        const Choice choice = choose_experts(logits + warp * kExperts, lane);
+        if (lane < kChosen) {
+            routing.experts[warp][choice.slot] = choice.expert;
+            routing.weights[warp][choice.slot] = choice.weight;
+            atomicOr(&routing.masks[choice.expert / 32], 1u << (choice.expert % 32));
+        }
+    }
     __syncthreads();
     if (warp == 0) {
         const uint32_t mask = routing.masks[lane % 8];
