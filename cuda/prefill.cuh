@@ -177,30 +177,34 @@ struct ExpertsWork {
 struct Bf16Rows {
     // The strip that a warp takes.
     static __device__ __forceinline__ uint32_t strip(int warp) { return warp; }
-    // Bytes of shared memory a warp needs: 16 columns of 16 outputs, 48 bytes apart so that the banks differ.
+    // Shared memory for a warp: 32 columns of 16 outputs, 48 bytes apart so that the banks differ.
+    static constexpr int kColumns = 32;
     static constexpr int kColumnBytes = 48;
-    static __host__ __device__ constexpr int shared_bytes(int) { return kBlockStrips * 16 * kColumnBytes; }
+    static __host__ __device__ constexpr int shared_bytes(int) { return kBlockStrips * kColumns * kColumnBytes; }
 
     template <int W, typename Work>
     static __device__ __forceinline__ void write(const float (&d)[W / 2], const Work& work, const Unit& unit,
                                                  float2 scales, const Place& at, uint8_t* shared) {
-        uint8_t* mine = shared + at.thread / 32 * 16 * kColumnBytes;
+        uint8_t* mine = shared + at.thread / 32 * kColumns * kColumnBytes;
         const int column = at.lane / 2, part = at.lane % 2;
         __nv_bfloat16* out = static_cast<__nv_bfloat16*>(work.out()) + (unit.row + column) * work.out_stride() +
                              (unit.strip + strip(at.warp)) * kTileRows + 8 * part;
         const bool has = work.has(unit, strip(at.warp));
 #pragma unroll
-        for (int c = 0; c < W / 8; c += 2) {
-            if (8 * c >= unit.rows) break;
+        for (int c = 0; c < W; c += kColumns) {
+            if (c >= unit.rows) break;
 #pragma unroll
-            for (int e = c; e < c + 2 && e < W / 8; ++e) {
-                put(mine + (e - c) * 8 * kColumnBytes, at, pack_bf16(d[4 * e] * scales.x, d[4 * e + 1] * scales.x),
-                    pack_bf16(d[4 * e + 2] * scales.y, d[4 * e + 3] * scales.y));
+            for (int e = c; e < c + kColumns && e < W; e += 8) {
+                const float* sums = d + e / 2;
+                put(mine + (e - c) * kColumnBytes, at, pack_bf16(sums[0] * scales.x, sums[1] * scales.x),
+                    pack_bf16(sums[2] * scales.y, sums[3] * scales.y));
             }
             __syncwarp();
-            if (has && 8 * c + column < unit.rows && column < W)
-                *reinterpret_cast<uint4*>(out + 8 * c * work.out_stride()) =
-                    *reinterpret_cast<const uint4*>(mine + column * kColumnBytes + 16 * part);
+#pragma unroll
+            for (int e = 0; e < kColumns && c + e < W; e += 16)
+                if (has && c + e + column < unit.rows && e + column < W)
+                    *reinterpret_cast<uint4*>(out + (c + e) * work.out_stride()) =
+                        *reinterpret_cast<const uint4*>(mine + (e + column) * kColumnBytes + 16 * part);
             __syncwarp();
         }
     }

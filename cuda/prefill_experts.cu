@@ -13,6 +13,7 @@
 // PDL      the first weights are requested before the wait (sm_90a): the tiles are older than the kernel that this one
 //          waits for
 #include "prefill_mma.cuh"
+#include "prefill_narrow.cuh"
 #include "prefill_wgmma.cuh"
 
 namespace {
@@ -25,17 +26,23 @@ using DownWork = ExpertsWork<128, 1, false>;
         NAME##_##FORMAT##_##N(const __grid_constant__ PrefillExpertsArgs args) {                            \
         prefill<STREAM<Hopper<N>::kAhead>, ENDING, WORK, N, __VA_ARGS__>(args);                             \
     }
+#define NARROW(NAME, FORMAT, PIECE, ENDING, WORK, N, ...)                                                     \
+    extern "C" __global__ void __launch_bounds__(Narrow<PIECE, N, 1>::kThreads, Narrow<PIECE, N, 1>::kBlocks) \
+        NAME##_##FORMAT##_##N(const __grid_constant__ PrefillExpertsArgs args) {                              \
+        prefill_narrow<PIECE, ENDING, WORK, N, 1, __VA_ARGS__>(args);                                         \
+    }
 #define ANY_CARD(NAME, FORMAT, STREAM, ENDING, WORK)                                  \
     extern "C" __global__ void __launch_bounds__(AnyCard::kThreads, AnyCard::kBlocks) \
         NAME##_##FORMAT##_mma(const __grid_constant__ PrefillExpertsArgs args) {      \
-        prefill_any_card<STREAM<4>, ENDING, WORK>(args);                              \
+        prefill_any_card<STREAM<8>, ENDING, WORK>(args);                              \
     }
-#define PRODUCT(NAME, FORMAT, STREAM, ENDING, WORK)                                      \
-    HOPPER(NAME, FORMAT, STREAM, ENDING, WORK, 256, 256, 224, 192, 160, 128, 96, 64, 32) \
-    HOPPER(NAME, FORMAT, STREAM, ENDING, WORK, 32, 32, 16, 8)                            \
+#define PRODUCT(NAME, FORMAT, STREAM, PIECE, ENDING, WORK)                                         \
+    HOPPER(NAME, FORMAT, STREAM, ENDING, WORK, 256, 256, 224, 208, 192, 176, 160, 128, 96, 64, 32) \
+    NARROW(NAME, FORMAT, PIECE, ENDING, WORK, 64, 64, 32, 16, 8)                                   \
+    NARROW(NAME, FORMAT, PIECE, ENDING, WORK, 16, 16, 8)                                           \
     ANY_CARD(NAME, FORMAT, STREAM, ENDING, WORK)
 
-PRODUCT(prefill_experts_up, nvfp4, Nvfp4Stream, SwigluPanels, UpWork)
-PRODUCT(prefill_experts_up, bf16, Bf16Stream, SwigluPanels, UpWork)
-PRODUCT(prefill_experts_down, nvfp4, Nvfp4Stream, Bf16Rows, DownWork)
-PRODUCT(prefill_experts_down, bf16, Bf16Stream, Bf16Rows, DownWork)
+PRODUCT(prefill_experts_up, nvfp4, Nvfp4Stream, Nvfp4Piece, SwigluPanels, UpWork)
+PRODUCT(prefill_experts_up, bf16, Bf16Stream, Bf16Piece, SwigluPanels, UpWork)
+PRODUCT(prefill_experts_down, nvfp4, Nvfp4Stream, Nvfp4Piece, Bf16Rows, DownWork)
+PRODUCT(prefill_experts_down, bf16, Bf16Stream, Bf16Piece, Bf16Rows, DownWork)

@@ -6,7 +6,8 @@
 //   prefill_combine  delta[n] = round(round(sum over slots s of w[n, s] * y[sorted row of n, s]) + shared[n])
 //
 // in, out  as args_prefill.h
-// launch   route: a block for 32 rows, a warp each; group: one block; gather and combine: a block a row
+// launch   route: a block for 32 rows, a warp each; group: one block; gather: a block for 8 rows; combine: a
+//          block a row
 // bound    memory: gather writes 6 rows and combine reads 7 for each
 // PDL      nothing before the wait
 #include "args_prefill.h"
@@ -21,10 +22,12 @@ constexpr int kGroupThreads = 1024;
 constexpr int kGroupParts = kGroupThreads / kExperts;
 constexpr int kRowThreads = kHidden / 8;
 
+constexpr int kGatherRows = 8;  // a block
+
 // The columns that a tile of `rows` rows is multiplied with, of a kernel for up to `most`.
 __device__ __forceinline__ uint32_t tile_width(uint32_t rows, uint32_t most) {
-    if (most > 64 || rows > 16) return (rows + 31) / 32 * 32;
-    return rows > 8 ? 16 : 8;
+    if (most > 64) return rows > 160 && rows <= 208 ? (rows + 15) / 16 * 16 : (rows + 31) / 32 * 32;
+    return rows > 32 ? 64 : rows > 16 ? 32 : rows > 8 ? 16 : 8;
 }
 
 }  // namespace
@@ -63,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kGroupThreads)
     pdl_launch();
 
     uint32_t count = 0;
-#pragma unroll 8
+#pragma unroll 32
     for (uint32_t b = begin; b < end; ++b) count += __popc(args.masks[b * kExperts + expert]);
     counts[part][expert] = count;
     __syncthreads();
@@ -99,31 +102,44 @@ extern "C" __global__ void __launch_bounds__(kGroupThreads)
 
     uint32_t place = starts[expert];
     for (int p = 0; p < part; ++p) place += counts[p][expert];
-#pragma unroll 8
+#pragma unroll 32
     for (uint32_t b = begin; b < end; ++b) {
         args.places[b * kExperts + expert] = place;
         place += __popc(args.masks[b * kExperts + expert]);
     }
 }
 
-// Thread i takes part i % 8 of the row in panel i / 8.
+// Thread i takes part i % 8 of the rows in panel i / 8.
 extern "C" __global__ void __launch_bounds__(kRowThreads)
     prefill_gather(const __grid_constant__ PrefillGatherArgs args) {
-    __shared__ uint32_t rows[kChosen];
-    const uint32_t row = blockIdx.x, panel = threadIdx.x / 8, part = threadIdx.x % 8;
+    __shared__ uint32_t places[kGatherRows][kChosen];
+    const uint32_t first = blockIdx.x * kGatherRows, rows = min(args.rows - first, uint32_t(kGatherRows));
+    const uint32_t panel = threadIdx.x / 8, part = threadIdx.x % 8;
     pdl_wait();
     pdl_launch();
-    if (threadIdx.x < kChosen) {
-        const uint32_t i = row / kRouteRows * kExperts + args.experts[row * kChosen + threadIdx.x];
-        rows[threadIdx.x] = args.places[i] + __popc(args.masks[i] & ((1u << row % kRouteRows) - 1));
-        args.sorted[row * kChosen + threadIdx.x] = rows[threadIdx.x];
+    const uint4* x = reinterpret_cast<const uint4*>(args.x) + (size_t(panel) * args.panel_rows + first) * 8;
+    uint4 bits[kGatherRows];
+#pragma unroll
+    for (int r = 0; r < kGatherRows; ++r)
+        if (r < rows) bits[r] = x[8 * r + (part ^ r)];
+    if (threadIdx.x < rows * kChosen) {
+        const uint32_t row = first + threadIdx.x / kChosen, i = first * kChosen + threadIdx.x;
+        const uint32_t choice = row / kRouteRows * kExperts + args.experts[i];
+        const uint32_t place = args.places[choice] + __popc(args.masks[choice] & ((1u << row % kRouteRows) - 1));
+        args.sorted[i] = place;
+        (&places[0][0])[threadIdx.x] = place;
     }
-    const uint4* x = reinterpret_cast<const uint4*>(args.x) + (size_t(panel) * args.panel_rows + row) * 8;
-    const uint4 bits = x[part ^ row % 8];
     __syncthreads();
     uint4* out = reinterpret_cast<uint4*>(args.out) + size_t(panel) * args.sorted_rows * 8;
 #pragma unroll
-    for (int s = 0; s < kChosen; ++s) out[size_t(rows[s]) * 8 + (part ^ rows[s] % 8)] = bits;
+    for (int r = 0; r < kGatherRows; ++r) {
+        if (r >= rows) break;
+#pragma unroll
+        for (int s = 0; s < kChosen; ++s) {
+            const uint32_t place = places[r][s];
+            out[size_t(place) * 8 + (part ^ place % 8)] = bits[r];
+        }
+    }
 }
 
 // Thread i takes outputs 8 i to 8 i + 7.

@@ -16,18 +16,13 @@
 // The geometry of a kernel for up to kMost columns, which src/kernels/prefill.rs repeats.
 template <int kMost>
 struct Hopper {
-    // Narrow kernels wait for weights: more and smaller blocks, two of which share the 8 strips of a unit.
-    static constexpr bool kWide = kMost > 64;
-    static constexpr uint32_t kCluster = kWide ? 2 : 1;
-    static constexpr uint32_t kSplit = kWide ? 1 : 2;
-    static constexpr int kConsumers = 256 / kSplit;
-    // Wide ones deal registers to whole warpgroups.
-    static constexpr int kThreads = kConsumers + (kWide ? 128 : 32);
-    static constexpr int kBlocks = kWide ? 1 : kMost > 32 ? 1 : kMost > 16 ? 2 : 3;  // on a multiprocessor
-    static constexpr int kStageBytes = kWide ? 32768 : 16384;
-    static constexpr int kStages = kWide ? 5 : 4;
-    // Chunks of weights on their way to a warp.
-    static constexpr int kAhead = kWide ? 4 : 8;
+    static constexpr uint32_t kCluster = 2;
+    static constexpr int kConsumers = 256;
+    static constexpr int kThreads = kConsumers + 128;  // registers are dealt to whole warpgroups
+    static constexpr int kBlocks = 1;                  // on a multiprocessor
+    static constexpr int kStageBytes = 32768;
+    static constexpr int kStages = 5;
+    static constexpr int kAhead = 4;  // chunks of weights on their way to a warp
 
     // Panels of a stage: 1, 2, 4 or 8.
     static __host__ __device__ constexpr int panels(int width) {
@@ -36,7 +31,7 @@ struct Hopper {
     }
 };
 
-// Blocks of a cluster, as a kernel's attribute.
+// Its blocks of a cluster, as a kernel's attribute.
 #if __CUDA_ARCH__ >= 900
 #define HOPPER_CLUSTER(MOST) __cluster_dims__(Hopper<MOST>::kCluster, 1, 1)
 #else
@@ -63,7 +58,7 @@ struct Ring {
 template <typename Shape, typename Work>
 __device__ __forceinline__ void bring(Ring<Shape> ring, const Work& work, uint32_t i, uint32_t step) {
     constexpr uint32_t kCluster = Shape::kCluster;
-    const uint32_t rank = kCluster > 1 ? cluster_rank() : 0, units = work.units(kCluster);
+    const uint32_t rank = cluster_rank(), units = work.units(kCluster);
     const int n_panels = kChunks * work.k_tiles();
     for (; i < units; i += step) {
         const Unit unit = work.at(i, kCluster, rank);
@@ -76,12 +71,7 @@ __device__ __forceinline__ void bring(Ring<Shape> ring, const Work& work, uint32
             uint32_t to = ring.at(ring.stage) + first * kPanelRowBytes;
             do {
                 const uint8_t* from = work.x(panel, unit.row + first);
-                if (mine == 0) {
-                } else if (kCluster > 1) {
-                    bulk_copy_all(to, from, mine, ring.full(ring.stage), (1 << kCluster) - 1);
-                } else {
-                    bulk_copy(to, from, mine, ring.full(ring.stage));
-                }
+                if (mine > 0) bulk_copy_all(to, from, mine, ring.full(ring.stage), (1 << kCluster) - 1);
                 to += unit.width * kPanelRowBytes;
             } while (++panel % panels > 0);
             ring.advance();
@@ -131,17 +121,17 @@ __device__ __forceinline__ void multiply(float (&d)[M], Ring<Shape>& ring, Strea
 // A unit with the least of the kernel's widths that holds it; they fall.
 template <typename Ending, typename Shape, int W, int... kRest, typename Stream, typename Work>
 __device__ __forceinline__ void do_unit(Ring<Shape>& ring, Stream& weights, const Work& work, const Unit& unit,
-                                        const uint8_t* tile, const uint8_t* next, int first_warp, uint8_t* shared) {
+                                        const uint8_t* tile, const uint8_t* next, uint8_t* shared) {
     if constexpr (sizeof...(kRest) > 0) {
         if (unit.width < W) {
-            return do_unit<Ending, Shape, kRest...>(ring, weights, work, unit, tile, next, first_warp, shared);
+            return do_unit<Ending, Shape, kRest...>(ring, weights, work, unit, tile, next, shared);
         }
     }
     float d[W / 2];
 #pragma unroll
     for (int i = 0; i < W / 2; ++i) d[i] = 0.0f;
     multiply<W>(d, ring, weights, tile, next, work.k_tiles(), threadIdx.x % 32);
-    const Place at(first_warp);
+    const Place at(0);
     float2 scales = work.scales(unit, Ending::strip(at.warp));
     scales.x *= Stream::kWeightScale;
     scales.y *= Stream::kWeightScale;
@@ -154,12 +144,10 @@ __device__ __forceinline__ void prefill(const typename Work::Args& args) {
     constexpr uint32_t kCluster = Shape::kCluster;
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* ending = shared + Shape::kStages * Shape::kStageBytes;
-    const Ring<Shape> ring{shared_address(shared),
-                           shared_address(ending + Ending::shared_bytes(kMost) / Shape::kSplit)};
+    const Ring<Shape> ring{shared_address(shared), shared_address(ending + Ending::shared_bytes(kMost))};
     const Work work{args};
-    const uint32_t rank = kCluster > 1 ? cluster_rank() : 0;
-    constexpr uint32_t kTogether = kCluster * Shape::kSplit;
-    const uint32_t first = blockIdx.x / kTogether, step = gridDim.x / kTogether;
+    const uint32_t rank = cluster_rank();
+    const uint32_t first = blockIdx.x / kCluster, step = gridDim.x / kCluster;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < Shape::kStages; ++i) {
@@ -168,20 +156,16 @@ __device__ __forceinline__ void prefill(const typename Work::Args& args) {
         }
         barrier_init_fence();
     }
-    if (kCluster > 1)
-        cluster_sync();
-    else
-        __syncthreads();
+    cluster_sync();
 
     if (threadIdx.x >= Shape::kConsumers) {
-        if (Shape::kWide) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         pdl_wait();
         pdl_launch();
         if (threadIdx.x == Shape::kConsumers) bring(ring, work, first, step);
     } else {
-        if (Shape::kWide) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        const int first_warp = blockIdx.x % Shape::kSplit * 4, lane = threadIdx.x % 32;
-        const int strip = Ending::strip(first_warp + threadIdx.x / 32);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        const int lane = threadIdx.x % 32, strip = Ending::strip(threadIdx.x / 32);
         const uint32_t units = work.units(kCluster);
         auto tile_of = [&](const Unit& unit) { return work.weights() + work.tile(unit, strip) * Stream::kBytes; };
         Stream weights;
@@ -197,12 +181,12 @@ __device__ __forceinline__ void prefill(const typename Work::Args& args) {
             const Unit unit = work.at(i, kCluster, rank);
             // At the end the strip is asked for once more, in vain.
             const uint8_t* next = i + step < units ? tile_of(work.at(i + step, kCluster, rank)) : tile;
-            do_unit<Ending, Shape, kWidths...>(mine, weights, work, unit, tile, next, first_warp, ending);
+            do_unit<Ending, Shape, kWidths...>(mine, weights, work, unit, tile, next, ending);
             tile = next;
         }
     }
     // Until then a block of the cluster may write to the others.
-    if (kCluster > 1) cluster_sync();
+    cluster_sync();
 }
 
 #else
