@@ -2,6 +2,8 @@
 //!
 //! `gpu_report --synthetic nvfp4|bf16 --date 2026-01-31 [--layers 49] [--vocab 150144] [--contexts 1024,102400]
 //! [--batches 1,8] [--out FILE]`; keys and values of the cache are random, prompts are not run.
+//!
+//! With `--prefill 512,8192 [--chunk 8192]` whole prompts instead, in columns of their own.
 
 #[cfg(feature = "cuda")]
 fn main() {
@@ -12,6 +14,10 @@ fn main() {
 fn main() {
     println!("built without the feature cuda");
 }
+
+#[cfg(feature = "cuda")]
+#[path = "gpu_report/prefill.rs"]
+mod prefill;
 
 #[cfg(feature = "cuda")]
 mod report {
@@ -29,12 +35,14 @@ mod report {
         config::FlintConfig,
         gpu::{Call, Device, GpuModel, IMAGES, RunOptions, SequenceId, Source},
         kernels::{SYNTHETIC_BF16, SampleStart, SyntheticArgs, synthetic_launch},
-        plan::{Ending, Limits, Operation, Step, Totals},
+        plan::{CHUNK_TOKENS, Ending, Limits, Operation, Step, Totals},
         sampling::SamplingParams,
     };
 
+    use super::prefill;
+
     /// What an H200 was measured to read, in bytes a second.
-    const CEILING: f64 = 4.55e12;
+    pub(crate) const CEILING: f64 = 4.55e12;
     /// Replays that are timed together, and how often.
     const REPLAYS: usize = 20;
     const SAMPLES: usize = 11;
@@ -43,7 +51,7 @@ mod report {
     const TOKENS: usize = 128;
     const ROOM: usize = WARM_UP + TOKENS + 8;
 
-    type Result<T> = std::result::Result<T, Box<dyn Error>>;
+    pub(crate) type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
     pub fn main() {
         if let Err(error) = run() {
@@ -58,6 +66,8 @@ mod report {
         config: FlintConfig,
         contexts: Vec<usize>,
         batches: Vec<usize>,
+        prompts: Vec<usize>,
+        chunk: usize,
         out: Box<dyn Write>,
     }
 
@@ -85,6 +95,8 @@ mod report {
             date: take("--date").ok_or("--date: expected the day, as it is to stand in the rows")?.into(),
             contexts: list(take("--contexts").unwrap_or("1024,8192,32768,102400,262144"))?,
             batches: list(take("--batches").unwrap_or("1,2,4,8"))?,
+            prompts: take("--prefill").map_or(Ok(Vec::new()), list)?,
+            chunk: take("--chunk").map_or(Ok(CHUNK_TOKENS), str::parse)?,
             out: match take("--out") {
                 Some(path) => Box::new(File::create(path)?),
                 None => Box::new(stdout()),
@@ -129,12 +141,15 @@ mod report {
     }
 
     fn run() -> Result<()> {
-        let Arguments { dtype, date, config, contexts, batches, out } = arguments()?;
+        let Arguments { dtype, date, config, contexts, batches, prompts, chunk, out } = arguments()?;
         let most = |values: &[usize]| values.iter().copied().max().ok_or("an empty list");
+        let (sequences, context) =
+            if prompts.is_empty() { (most(&batches)?, most(&contexts)? + ROOM) } else { (1, most(&prompts)?) };
         let limits = Limits {
-            sequences: most(&batches)?,
-            context_tokens: (most(&contexts)? + ROOM).min(config.context_length),
+            sequences,
+            context_tokens: context.min(config.context_length),
             vocab_tokens: config.vocab_size,
+            chunk_tokens: chunk,
         };
         let start = Instant::now();
         let source = Source::Synthetic { config: &config, seed: 1, dtype };
@@ -143,6 +158,10 @@ mod report {
         eprintln!("{}\nready after {:.1} s", model.plan(), start.elapsed().as_secs_f64());
         let device = model.device();
         let fixed = format!("{date},{},{},{dtype},{}", device.name()?, device.driver()?, config.layers.len());
+        if !prompts.is_empty() {
+            let mut table = prefill::Table::new(out, fixed)?;
+            return prompts.into_iter().try_for_each(|tokens| prefill::measure(&mut model, &mut table, tokens));
+        }
         let mut table = Table { out, fixed };
         writeln!(table.out, "date,card,driver,format,layers,context,batch,measure,kernel,launches,us,mb,gb_s,share")?;
         for &context in &contexts {

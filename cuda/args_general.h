@@ -49,7 +49,7 @@ struct GeneralProjectArgs {
     uint32_t cols;
     uint32_t out_stride;
     uint32_t offset;
-    uint32_t n;    // B, 1 to 8
+    uint32_t n;    // B
     uint32_t f32;  // 1: out is f32, unrounded
 };
 static_assert(sizeof(GeneralProjectArgs) == 72 && offsetof(GeneralProjectArgs, x) == 32 &&
@@ -58,11 +58,12 @@ static_assert(sizeof(GeneralProjectArgs) == 72 && offsetof(GeneralProjectArgs, x
 struct GeneralQkvFinishArgs {
     void* qkv;                  // [B, (H + 2 G) head_dim] bf16; its q is replaced
     void* kv;                   // of this layer in block 0, [2, G, 64 * head_dim] bf16
-    const uint32_t* blocks;     // [B, table_stride]
+    const uint32_t* blocks;     // [slots, table_stride]
     const uint32_t* positions;  // [B]
     const float* q_norm;        // [head_dim]
     const float* k_norm;        // [head_dim]
     const float* inv_freq;      // [head_dim / 2], or null: no rotation
+    const uint32_t* slots;      // [B] row of blocks of a token's sequence, or null: its own
     uint64_t block_stride;      // bf16 values from a block to the next
     uint32_t table_stride;
     uint32_t n_heads;
@@ -71,16 +72,17 @@ struct GeneralQkvFinishArgs {
     float eps;
     uint32_t reserved;
 };
-static_assert(sizeof(GeneralQkvFinishArgs) == 88 && offsetof(GeneralQkvFinishArgs, q_norm) == 32 &&
-              offsetof(GeneralQkvFinishArgs, block_stride) == 56 && offsetof(GeneralQkvFinishArgs, head_dim) == 76);
+static_assert(sizeof(GeneralQkvFinishArgs) == 96 && offsetof(GeneralQkvFinishArgs, q_norm) == 32 &&
+              offsetof(GeneralQkvFinishArgs, block_stride) == 64 && offsetof(GeneralQkvFinishArgs, head_dim) == 84);
 
 struct GeneralAttentionArgs {
     const void* qkv;            // [B, (H + 2 G) head_dim] bf16; q is read
     const void* kv;             // of this layer in block 0, [2, G, 64 * head_dim] bf16
-    const uint32_t* blocks;     // [B, table_stride]
+    const uint32_t* blocks;     // [slots, table_stride]
     const uint32_t* positions;  // [B]
     const float* sinks;         // [H]
     void* attn;                 // [B, H, head_dim] bf16
+    const uint32_t* slots;      // [B] row of blocks of a token's sequence, or null: its own
     uint64_t block_stride;      // bf16 values from a block to the next
     uint32_t table_stride;
     uint32_t window;  // positions seen, the new one included; 0: all
@@ -89,8 +91,8 @@ struct GeneralAttentionArgs {
     uint32_t head_dim;  // even, at most 256
     float scale;        // of scores
 };
-static_assert(sizeof(GeneralAttentionArgs) == 80 && offsetof(GeneralAttentionArgs, sinks) == 32 &&
-              offsetof(GeneralAttentionArgs, block_stride) == 48 && offsetof(GeneralAttentionArgs, scale) == 76);
+static_assert(sizeof(GeneralAttentionArgs) == 88 && offsetof(GeneralAttentionArgs, sinks) == 32 &&
+              offsetof(GeneralAttentionArgs, block_stride) == 56 && offsetof(GeneralAttentionArgs, scale) == 84);
 
 struct GeneralRouterArgs {
     const float* logits;  // [B, E]

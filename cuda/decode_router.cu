@@ -81,7 +81,7 @@ __device__ __forceinline__ void decode_router(const DecodeRouterArgs& args) {
     float logit = 0.0f;
 #pragma unroll
     for (int s = 0; s < kSplit; ++s) logit += sums[(row_of_block * kSplit + s) * NB + column];
-    args.scores[column * kExperts + blockIdx.x * kRows + row_of_block] = 1.0f / (1.0f + expf(-logit));
+    args.scores[column * kExperts + blockIdx.x * kRows + row_of_block] = sigmoid(logit);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// general_attention.cu: attention of one new token a sequence, for any head dimension up to 256 and any number of
-// heads.
+// general_attention.cu: attention of new tokens, for any head dimension up to 256 and any number of heads. Keys of all
+// tokens of a step are written before any is read, so a step may have many tokens of one sequence.
 //
 //   general_qkv_finish  q = rope(norm(q)) in place; cache[position] = rope(norm(k)), v      each rounded to bf16
 //   general_attention   attn = round(sum p[i] v[i]), p[i] = round(exp(s[i] - m) / (sum exp(s[j] - m) + exp(sink - m))),
@@ -38,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
     __nv_bfloat16* x = static_cast<__nv_bfloat16*>(args.qkv) + (uint64_t(row) * heads + head) * head_dim;
     const uint32_t position = args.positions[row];
-    const uint32_t block = args.blocks[uint64_t(row) * args.table_stride + position / kBlock];
+    const uint32_t slot = args.slots == nullptr ? row : args.slots[row];
+    const uint32_t block = args.blocks[uint64_t(slot) * args.table_stride + position / kBlock];
     __nv_bfloat16* cache = static_cast<__nv_bfloat16*>(args.kv) + block * args.block_stride;
     if (head >= n_heads + n_kv_heads) {
         // V heads follow K heads in the block as they do in qkv, all of one size.
@@ -83,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
     const int position = args.positions[row];
     const int start = args.window == 0 ? 0 : max(0, position + 1 - int(args.window));
-    const uint32_t* blocks = args.blocks + uint64_t(row) * args.table_stride;
+    const uint32_t slot = args.slots == nullptr ? row : args.slots[row];
+    const uint32_t* blocks = args.blocks + uint64_t(slot) * args.table_stride;
     const __nv_bfloat16* qkv = static_cast<const __nv_bfloat16*>(args.qkv);
     qkv += (uint64_t(row) * (n_heads + 2 * n_kv_heads) + head) * head_dim;
     for (int d = threadIdx.x; d < head_dim; d += kThreads) q[d] = __bfloat162float(qkv[d]);

@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(32) general_router(const __grid_con
     // Scores are not negative, so their bits are in their order; 0 is what has been taken. A lane touches only its own.
     const float* logits = args.logits + uint64_t(b) * args.n_experts;
     for (uint32_t e = lane; e < args.n_experts; e += 32) {
-        order[e] = __float_as_uint(1.0f / (1.0f + expf(-logits[e]))) + 1;
+        order[e] = __float_as_uint(sigmoid(logits[e])) + 1;
     }
     float sum = 0, score = 0;
     uint32_t expert = 0;

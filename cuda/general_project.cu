@@ -4,9 +4,10 @@
 //   general_project  out[b, offset + r] = scale * sum over k of matrix[r, k] x[b, k], rounded to bf16 unless f32
 //
 // in, out  see args_general.h
-// launch   general_embed: grid (ceil(cols / 512), B); general_project: grid ceil(rows / 8), a warp a row; block 256
+// launch   general_embed: grid (ceil(cols / 512), B); general_project: grid (ceil(rows / 8), ceil(B / 8)), a warp a row
+//          of the matrix and 8 of x; block 256
 // order    a lane adds its values in ascending order, then lanes add by xor 16, 8, 4, 2, 1; whatever B is
-// bound    memory: the matrix once
+// bound    memory: the matrix once for 8 rows of x
 // PDL      waits first, then triggers
 
 #include "args_general.h"
@@ -46,20 +47,21 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     pdl_wait();
     pdl_launch();
     if (r >= args.rows) return;
-    const __nv_bfloat16* x = static_cast<const __nv_bfloat16*>(args.x);
+    const uint32_t first = blockIdx.y * kMaxRows, n = min(args.n - first, uint32_t(kMaxRows));
+    const __nv_bfloat16* x = static_cast<const __nv_bfloat16*>(args.x) + uint64_t(first) * args.cols;
     float acc[kMaxRows] = {};
     for_each_value(args.matrix.type, row_of(args.matrix, 0, r), args.cols, lane, [&](uint32_t k, float w) {
 #pragma unroll
         for (int b = 0; b < kMaxRows; ++b) {
-            if (b < args.n) acc[b] += w * __bfloat162float(x[uint64_t(b) * args.cols + k]);
+            if (b < n) acc[b] += w * __bfloat162float(x[uint64_t(b) * args.cols + k]);
         }
     });
     const float scale = scale_of(args.matrix, 0);
 #pragma unroll
     for (int b = 0; b < kMaxRows; ++b) {
-        if (b >= args.n) break;
+        if (b >= n) break;
         const float y = warp_sum(acc[b]) * scale;
-        const uint64_t at = uint64_t(b) * args.out_stride + args.offset + r;
+        const uint64_t at = uint64_t(first + b) * args.out_stride + args.offset + r;
         if (lane != 0) continue;
         if (args.f32) {
             static_cast<float*>(args.out)[at] = y;

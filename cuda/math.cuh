@@ -19,3 +19,5 @@ __device__ __forceinline__ float inverse_rms(float sum_of_squares, int n, float 
 
 // x / (1 + e^-x)
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }

@@ -38,17 +38,32 @@ struct Choice {
     int slot;      // its place among the chosen, which ascend by index
 };
 
+// The scores of experts 8 lane .. 8 lane + 7 of one row.
+struct LaneScores {
+    float values[8];
+
+    __device__ __forceinline__ LaneScores(const float* row, int lane) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float4 four = __ldcg(reinterpret_cast<const float4*>(row) + 2 * lane + half);
+            values[4 * half] = four.x;
+            values[4 * half + 1] = four.y;
+            values[4 * half + 2] = four.z;
+            values[4 * half + 3] = four.w;
+        }
+    }
+};
+
 // One warp chooses for one row: the 6 largest scores (ties: lowest index), put in ascending order of the index, in
 // which the experts' outputs are added. Scores are sigmoids, so from 0 to 1. Lanes below 6 hold a choice each.
-__device__ __forceinline__ Choice choose_experts(const float* scores, int lane) {
+__device__ __forceinline__ Choice choose_experts(const LaneScores& scores, int lane) {
     // Lane L looks after experts 8 L .. 8 L + 7, as two lists of four in falling order. The bits of a score order as it
     // does and are at most 0x3F800000: one more, which tells it from an empty place, times four leaves two bits that
     // make a list's keys distinct, the lower index first.
     uint32_t keys[2][4];
 #pragma unroll
     for (int list = 0; list < 2; ++list) {
-        const float4 four = __ldcg(reinterpret_cast<const float4*>(scores) + 2 * lane + list);
-        const float score[4] = {four.x, four.y, four.z, four.w};
+        const float* score = scores.values + 4 * list;
         uint32_t (&k)[4] = keys[list];
 #pragma unroll
         for (int i = 0; i < 4; ++i) k[i] = (__float_as_uint(score[i]) + 1) * 4 + (3 - i);
@@ -97,7 +112,7 @@ __device__ __forceinline__ void route(Routing<NB>& routing, const float* scores,
     const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
     Choice choice = {};
     const bool chose = row < rows && lane < kChosen;
-    if (row < rows) choice = choose_experts(scores + row * kExperts, lane);
+    if (row < rows) choice = choose_experts(LaneScores(scores + row * kExperts, lane), lane);
     const int expert = choice.expert, word = expert / 32;
     if (chose) routing.weights[row][choice.slot] = choice.weight;
     if constexpr (NB == 1) {

@@ -168,18 +168,30 @@ impl KvBlocks {
             Error::value("positions", found, format!("at most {} in the context", self.context_length))
         })?;
         let new = sequence.full.len()..end.div_ceil(BLOCK_POSITIONS);
-        // The next position sees itself and the window - 1 before it; later ones see nothing older.
-        let visible = (sequence.len + 1).saturating_sub(self.sliding_window) / BLOCK_POSITIONS;
-        let released = (visible - sequence.window_first).min(sequence.window.len());
+        let released = self.out_of_sight(sequence);
         self.full.check(new.len(), 0)?;
         self.window.check(new.len(), released)?;
 
-        self.window.free.extend(sequence.window.drain(..released));
-        sequence.window_first += released;
+        self.trim(sequence);
         sequence.full.extend(self.full.free.drain(..new.len()));
         sequence.window.extend(self.window.free.drain(..new.len()));
         sequence.len = end;
         Ok(new)
+    }
+
+    /// Takes back the sliding blocks of `sequence` that its next position does not see, once the step that needed them is
+    /// queued. [`Self::append`] does the same when the sequence goes on; this is for one whose last step was long.
+    pub fn trim(&mut self, sequence: &mut SequenceBlocks) {
+        let released = self.out_of_sight(sequence);
+        self.window.free.extend(sequence.window.drain(..released));
+        sequence.window_first += released;
+    }
+
+    /// Sliding blocks of `sequence` that its next position does not see.
+    fn out_of_sight(&self, sequence: &SequenceBlocks) -> usize {
+        // The next position sees itself and the window - 1 before it; later ones see nothing older.
+        let visible = (sequence.len + 1).saturating_sub(self.sliding_window) / BLOCK_POSITIONS;
+        (visible - sequence.window_first).min(sequence.window.len())
     }
 
     /// Takes back every block of `sequence`, which came from these pools.
@@ -262,6 +274,22 @@ mod tests {
         }
         assert_eq!(taken, [0, 1, 2, 0, 1, 2]);
         blocks.free(sequence);
+    }
+
+    #[test]
+    fn a_long_step_gives_back_all_but_the_window() {
+        let mut blocks = KvBlocks::new(&config(65), 64, 20);
+        let mut sequence = SequenceBlocks::default();
+        blocks.append(&mut sequence, 1000).unwrap();
+        assert_eq!(sequence.window_range(), 0..16);
+        blocks.trim(&mut sequence);
+        // Position 1000 sees 936 to 1000.
+        assert_eq!((sequence.window_range(), blocks.n_free()), (14..16, (48, 18)));
+        blocks.trim(&mut sequence);
+        assert_eq!(blocks.append(&mut sequence, 24).unwrap(), 16..16);
+        assert_eq!(sequence.window_range(), 14..16);
+        blocks.free(sequence);
+        assert_eq!(blocks.n_free(), (64, 20));
     }
 
     #[test]

@@ -3,8 +3,10 @@
 //! and tested without a GPU, and the GPU backend runs exactly this.
 
 mod buffers;
+mod chunk;
 mod fast;
 mod general;
+mod prefill;
 mod print;
 mod types;
 
@@ -15,11 +17,12 @@ use crate::{
     kernels::{
         Args, DECODE_SAMPLE, DecodeSampleArgs, Kernel, Launch, SAMPLE_VOCAB_MOST, decode_sample_launch,
     },
-    kv::{KvBlocks, PoolLayout},
+    kv::{BLOCK_POSITIONS, KvBlocks, PoolLayout},
     tiles::TileFormat,
 };
 
 pub use buffers::{Buffers, Space};
+pub use chunk::{Chunk, ChunkInputs, Part};
 pub use fast::{FastLayer, FastMlp, FastWeights, Packed};
 pub use general::{GeneralLayer, GeneralMlp, GeneralWeights, Stored};
 pub use print::Totals;
@@ -27,6 +30,11 @@ pub use types::{MatrixType, Types};
 
 /// Most sequences of a step.
 pub const MAX_ROWS: usize = 8;
+/// Tokens of a chunk unless another number is asked for: on an H200 a MoE layer's weights are then read for enough of
+/// them.
+pub const CHUNK_TOKENS: usize = 8192;
+/// Most tokens of a chunk.
+const CHUNK_TOKENS_MOST: usize = 1 << 16;
 /// Steps whose tokens the host may not have read yet, at most.
 pub const TOKEN_RING: usize = 4;
 
@@ -39,6 +47,9 @@ pub struct Limits {
     pub context_tokens: usize,
     /// Tokens that may be chosen, those of the tokenizer: at most the rows of the LM head.
     pub vocab_tokens: usize,
+    /// Tokens of prompts that a step takes, 1 to 65,536; see [`CHUNK_TOKENS`]. A plan takes fewer where no step could have
+    /// so many, and on the general path.
+    pub chunk_tokens: usize,
 }
 
 /// What a plan needs to know of the card.
@@ -92,11 +103,11 @@ pub enum Ending {
 pub enum Operation {
     /// Rows of the embedding.
     Embed,
-    /// Residual add and norm in front of a general projection.
+    /// Residual add and norm, where they are a kernel of their own.
     Norm,
     /// q, k and v; on the fast path with the norm in front.
     Qkv,
-    /// q/k norm, rotation and KV write of the general path.
+    /// q/k norm, rotation and KV write, where they are a kernel of their own.
     QkvFinish,
     /// Attention; on the fast path with what is before it.
     Attention,
@@ -108,14 +119,24 @@ pub enum Operation {
     DenseDown,
     /// Router logits; on the fast path with the norm in front and the shared expert's gate and up.
     Router,
-    /// The choice of experts on the general path.
+    /// The choice of experts, where it is a kernel of its own.
     Choose,
-    /// The shared expert's gate and up on the general path.
+    /// The order of a chunk's tokens by expert.
+    Group,
+    /// Rows of a chunk in that order.
+    Gather,
+    /// The shared expert's gate and up, where they are a kernel of their own.
     SharedUp,
     /// The chosen experts' gate and up.
     ExpertsUp,
     /// The chosen experts' and the shared expert's down projection, and their sum.
     Down,
+    /// The chosen experts' down projection in a chunk.
+    ExpertsDown,
+    /// The shared expert's in a chunk.
+    SharedDown,
+    /// The sum of both.
+    Combine,
     /// Logits; on the fast path with the norm in front.
     LmHead,
     /// The choice of the next token.
@@ -192,6 +213,8 @@ pub struct Plan {
     path: Path,
     weights: WeightPlan,
     buffers: Buffers,
+    chunk: Chunk,
+    workspace_bytes: usize,
     pools: Pools,
 }
 
@@ -203,6 +226,7 @@ pub fn of_file(path: &std::path::Path, sequences: usize, context_tokens: Option<
         sequences,
         context_tokens: context_tokens.unwrap_or(config.context_length),
         vocab_tokens: config.vocab_size,
+        chunk_tokens: CHUNK_TOKENS,
     };
     Plan::new(&config, &Types::of_checkpoint(&checkpoint, &config)?, limits, Card::H200)
 }
@@ -215,6 +239,7 @@ impl Plan {
             ("sequences", limits.sequences, MAX_ROWS),
             ("context_tokens", limits.context_tokens, config.context_length),
             ("vocab_tokens", limits.vocab_tokens, config.vocab_size.min(SAMPLE_VOCAB_MOST)),
+            ("chunk_tokens", limits.chunk_tokens, CHUNK_TOKENS_MOST),
         ] {
             if !(1..=most).contains(&value) {
                 return Err(Error::value(field, value.to_string(), format!("1 to {most}")));
@@ -224,19 +249,25 @@ impl Plan {
             Ok(format) => (Path::Fast(format), WeightPlan::Fast(format, FastWeights::new(config, format))),
             Err(because) => (Path::General { because }, WeightPlan::General(GeneralWeights::new(config, types)?)),
         };
-        let window_blocks = KvBlocks::window_blocks_for(config.sliding_window, 1).min(table_stride(limits));
+        let mut space = Space::default();
+        let chunk_tokens = chunk::tokens(&path, limits);
+        let rows = if matches!(path, Path::General { .. }) { chunk_tokens.max(MAX_ROWS) } else { MAX_ROWS };
+        let buffers = Buffers::new(&mut space, config, limits, rows);
+        let chunk = Chunk::new(&mut space, config, &path, limits, chunk_tokens);
         Ok(Self {
             config: config.clone(),
             limits,
             card,
             path,
             weights,
-            buffers: Buffers::new(config, limits),
+            buffers,
+            chunk,
+            workspace_bytes: space.bytes(),
             pools: Pools {
                 full: PoolLayout::new(config, Attention::Full),
                 full_blocks: limits.sequences * table_stride(limits),
                 window: PoolLayout::new(config, Attention::Sliding),
-                window_blocks: limits.sequences * window_blocks,
+                window_blocks: window_blocks(config, limits, chunk_tokens),
             },
         })
     }
@@ -276,6 +307,11 @@ impl Plan {
         &self.buffers
     }
 
+    /// What a chunk is.
+    pub fn chunk(&self) -> &Chunk {
+        &self.chunk
+    }
+
     /// The KV cache.
     pub fn pools(&self) -> Pools {
         self.pools
@@ -290,7 +326,7 @@ impl Plan {
                 WeightPlan::General(weights) => weights.bytes,
             },
             kv_bytes: full.block_bytes() * full_blocks + window.block_bytes() * window_blocks,
-            workspace_bytes: self.buffers.bytes,
+            workspace_bytes: self.workspace_bytes,
         }
     }
 
@@ -369,6 +405,15 @@ struct LayerCache {
     blocks: u64,
     window: Option<u32>,
     inv_freq: u64,
+}
+
+/// Blocks of the sliding layers' pool. Each sequence has those of its window at any position; a chunk, whose tokens all have
+/// their keys in the cache before attention reads any, needs its own on top, shared by all sequences: they go back when it
+/// is queued.
+fn window_blocks(config: &FlintConfig, limits: Limits, chunk_tokens: usize) -> usize {
+    let each = KvBlocks::window_blocks_for(config.sliding_window, BLOCK_POSITIONS);
+    let most = limits.sequences * table_stride(limits);
+    most.min(limits.sequences * each + chunk_tokens.div_ceil(BLOCK_POSITIONS))
 }
 
 /// Entries of a row of a block table.

@@ -1,6 +1,8 @@
 //! The packed weights of the fast GPU decode path: `cuda/layout.cuh` draws the layout, this packs it. Lossless: a tile
 //! holds the same numbers, and everything but the codes under a zero scale can be read back bit for bit.
 
+use half::bf16;
+
 use crate::nvfp4::{BLOCK_BYTES, BLOCK_LEN, BLOCK_SCALES, GROUP_LEN};
 
 /// Rows of a strip.
@@ -86,6 +88,40 @@ impl TileFormat {
     }
 }
 
+/// Parts of an fp32 matrix in [`pack_parts`].
+pub const PARTS: usize = 3;
+
+/// An fp32 matrix of `cols` inputs as BF16 tiles of three matrices side by side, `[rows / 16, 3 cols / 512]`: the values
+/// rounded, what that leaves rounded, and what is left then. They add up to the values up to 2^-24 of each, so a product with
+/// all three, in fp32, has the precision of one in fp32.
+///
+/// # Panics
+/// When it is no whole number of tiles.
+pub fn pack_parts(values: &[f32], cols: usize) -> Vec<u8> {
+    let rows: Vec<Vec<u8>> = values.chunks_exact(cols).map(part_row).collect();
+    let bytes = TileFormat::Bf16.matrix_bytes(rows.len(), PARTS * cols).expect("whole tiles");
+    let mut tiles = vec![0; bytes];
+    let strips = tiles.chunks_exact_mut(bytes / (rows.len() / TILE_ROWS));
+    for (strip, rows) in strips.zip(rows.chunks_exact(TILE_ROWS)) {
+        TileFormat::Bf16.pack_strip(&std::array::from_fn(|row| rows[row].as_slice()), strip);
+    }
+    tiles
+}
+
+/// The parts of a row behind each other.
+fn part_row(values: &[f32]) -> Vec<u8> {
+    let mut rest = values.to_vec();
+    let mut bytes = Vec::with_capacity(PARTS * 2 * values.len());
+    for _ in 0..PARTS {
+        for value in &mut rest {
+            let part = bf16::from_f32(*value);
+            *value -= part.to_f32();
+            bytes.extend(part.to_le_bytes());
+        }
+    }
+    bytes
+}
+
 /// Where a code stands in a word, by register, half and code: `SIGN` and `MAG` of `layout.cuh`.
 static PLACES: [[[u32; 16]; 2]; 4] = places();
 
@@ -158,8 +194,6 @@ fn pack_codes(blocks: [&[u8]; 2], t: usize) -> [u8; LANE_BYTES] {
 
 #[cfg(test)]
 mod tests {
-    use half::bf16;
-
     use super::*;
     use crate::nvfp4::decode;
 
@@ -250,6 +284,27 @@ mod tests {
             let col = 64 * chunk + 16 * t + 4 * mma + 2 * (register / 2) + half;
             assert_eq!(usize::from(value), row * 512 + col);
         }
+    }
+
+    #[test]
+    fn parts_add_up_to_fp32() {
+        let values: Vec<f32> = bytes(7, 16 * 512 * 4)
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .map(|b| f32::from_bits(u32::from_le_bytes(*b) & 0x83FF_FFFF | 0x3C00_0000))
+            .collect();
+        let rows: Vec<Vec<f32>> = values
+            .chunks_exact(512)
+            .map(|row| part_row(row).chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect())
+            .collect();
+        for (parts, row) in rows.iter().zip(values.chunks_exact(512)) {
+            for (i, &value) in row.iter().enumerate() {
+                let sum: f64 = (0..PARTS).map(|part| f64::from(parts[part * 512 + i])).sum();
+                assert!((sum - f64::from(value)).abs() <= f64::from(value.abs()) * 2f64.powi(-24), "{value} is {sum}");
+            }
+        }
+        assert_eq!(pack_parts(&values, 512).len(), TileFormat::Bf16.matrix_bytes(16, 3 * 512).unwrap());
     }
 
     #[test]

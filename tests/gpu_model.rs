@@ -15,7 +15,7 @@ use flint_rs::{
     cpu::{self, CpuModel, Positions, Precision},
     gpu::{GpuModel, RunOptions, SequenceId, Source},
     kernels::SampleStart,
-    plan::{Limits, Path},
+    plan::{CHUNK_TOKENS, Limits, Path},
     sampling::SamplingParams,
     tokenizer::{ControlTokens, Tokenizer},
     weights::Weights,
@@ -23,7 +23,12 @@ use flint_rs::{
 
 fn load(source: Source<'_>, sequences: usize) -> GpuModel {
     let config = source.config();
-    let limits = Limits { sequences, context_tokens: config.context_length.min(4096), vocab_tokens: config.vocab_size };
+    let limits = Limits {
+        sequences,
+        context_tokens: config.context_length.min(4096),
+        vocab_tokens: config.vocab_size,
+        chunk_tokens: CHUNK_TOKENS,
+    };
     let mut last = (0, 0);
     let mut progress = |done, all| last = (done, all);
     let model = GpuModel::load(source, limits, RunOptions::default(), &mut progress, &Cancel::default()).unwrap();
@@ -289,7 +294,8 @@ fn the_decode_loop_feeds_itself_what_the_logits_say() {
 #[ignore = "needs a CUDA GPU: make test-gpu"]
 fn misuse_is_refused_and_changes_nothing() {
     let config = configs(true).swap_remove(0);
-    let limits = Limits { sequences: 2, context_tokens: 5, vocab_tokens: config.vocab_size };
+    let limits =
+        Limits { sequences: 2, context_tokens: 5, vocab_tokens: config.vocab_size, chunk_tokens: CHUNK_TOKENS };
     let source = Source::Synthetic { config: &config, seed: 1, dtype: DType::Bf16 };
     let mut model = GpuModel::load(source, limits, RunOptions::default(), &mut |_, _| {}, &Cancel::default()).unwrap();
     let (a, b) = (model.add_sequence().unwrap(), model.add_sequence().unwrap());

@@ -6,12 +6,16 @@ use flint_rs::{
     checkpoint::DType,
     config::{Attention, FlintConfig, LayerKind, Mlp},
     kernels::Args,
-    plan::{Bases, Card, Ending, Limits, Operation, Path, Plan, Step, Totals, Types, distinct_experts, of_file},
+    plan::{
+        Bases, CHUNK_TOKENS, Card, Ending, Limits, Operation, Path, Plan, Step, Totals, Types, distinct_experts,
+        of_file,
+    },
     tiles::TileFormat,
     weights::Weights,
 };
 
-const LIMITS: Limits = Limits { sequences: 8, context_tokens: 262_144, vocab_tokens: 150_144 };
+const LIMITS: Limits =
+    Limits { sequences: 8, context_tokens: 262_144, vocab_tokens: 150_144, chunk_tokens: CHUNK_TOKENS };
 
 fn flint() -> FlintConfig {
     FlintConfig::flint(49, 150_144)
@@ -49,7 +53,7 @@ fn small() -> FlintConfig {
     }
 }
 
-const SMALL: Limits = Limits { sequences: 3, context_tokens: 1000, vocab_tokens: 97 };
+const SMALL: Limits = Limits { sequences: 3, context_tokens: 1000, vocab_tokens: 97, chunk_tokens: CHUNK_TOKENS };
 
 #[test]
 fn flint_takes_the_fast_path_with_the_bytes_of_its_dimensions() {
@@ -90,13 +94,14 @@ fn memory_is_that_of_weights_and_of_every_position() {
     let slack = memory.weights_bytes - weights;
     // Norms, sinks, scales of strips and alignment.
     assert!(slack < 20 << 20, "{slack}");
-    // 513 positions in a row lie in 9 blocks of 64, wherever they start.
-    assert_eq!(memory.kv_bytes, 262_144 * 14 * 2048 + 9 * 64 * 35 * 2048);
+    // 513 positions and the 63 before the next block lie in 10 blocks of 64, wherever they start; a chunk has its own.
+    let window = |sequences: usize| (10 * sequences + 8192 / 64) * 64 * 35 * 2048;
+    assert_eq!(memory.kv_bytes, 262_144 * 14 * 2048 + window(1));
     let bf16 = plan_of(&flint(), DType::Bf16, limits).memory();
     assert!(bf16.weights_bytes.abs_diff(2 * matrices + 2 * embedding + 4 * router) < 20 << 20);
     assert_eq!(bf16.kv_bytes, memory.kv_bytes);
     let eight = plan_of(&flint(), DType::Nvfp4, LIMITS).memory();
-    assert_eq!(eight.kv_bytes, 8 * memory.kv_bytes);
+    assert_eq!(eight.kv_bytes, 8 * 262_144 * 14 * 2048 + window(8));
 }
 
 #[test]
@@ -106,7 +111,7 @@ fn the_first_fact_that_forces_the_general_path_is_named() {
         change(&mut config);
         config
     };
-    let limits = Limits { sequences: 1, context_tokens: 64, vocab_tokens: 16 };
+    let limits = Limits { sequences: 1, context_tokens: 64, vocab_tokens: 16, ..LIMITS };
     for (config, fact) in [
         (change(|c| c.hidden_size = 2560), "hidden_size is 2560"),
         (change(|c| c.head_dim = 64), "head_dim is 64"),
@@ -136,7 +141,7 @@ fn the_first_fact_that_forces_the_general_path_is_named() {
 #[test]
 fn types_that_are_not_tiles_force_the_general_path() {
     let config = FlintConfig::flint(3, 1024);
-    let limits = Limits { sequences: 1, context_tokens: 64, vocab_tokens: 16 };
+    let limits = Limits { sequences: 1, context_tokens: 64, vocab_tokens: 16, ..LIMITS };
     let types = Types::of_synthetic(&config, DType::Nvfp4).unwrap();
     let with = |name: &str, dtype: Option<DType>| {
         let mut types = types.clone();
@@ -169,6 +174,8 @@ fn limits_out_of_range_are_named() {
         (Limits { sequences: 9, ..LIMITS }, "sequences: expected 1 to 8, found 9"),
         (Limits { context_tokens: 262_145, ..LIMITS }, "context_tokens: expected 1 to 262144, found 262145"),
         (Limits { vocab_tokens: 150_145, ..LIMITS }, "vocab_tokens: expected 1 to 150144, found 150145"),
+        (Limits { chunk_tokens: 0, ..LIMITS }, "chunk_tokens: expected 1 to 65536, found 0"),
+        (Limits { chunk_tokens: 65_537, ..LIMITS }, "chunk_tokens: expected 1 to 65536, found 65537"),
     ] {
         assert_eq!(Plan::new(&config, &types, limits, Card::H200).unwrap_err().to_string(), text);
     }

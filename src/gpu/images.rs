@@ -24,7 +24,7 @@ impl Image {
 }
 
 macro_rules! image {
-    ($name:literal, [$($kernel:path),* $(,)?], [$($family:path),* $(,)?]) => {
+    ($name:literal, [$($kernel:expr),* $(,)?], [$($family:path),* $(,)?]) => {
         Image {
             fatbin: &Fatbin(*include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".fatbin"))),
             kernels: &[$($kernel),*],
@@ -57,6 +57,38 @@ pub static IMAGES: &[Image] = &[
     image!("general_norm", [kernels::GENERAL_NORM], []),
     image!("general_project", [kernels::GENERAL_EMBED, kernels::GENERAL_PROJECT], []),
     image!("nvfp4_expand", [kernels::NVFP4_EXPAND_BF16, kernels::NVFP4_EXPAND_F32], []),
+    image!("prefill_attention", [kernels::PREFILL_ATTENTION], []),
+    image!("prefill_attention_hopper", [kernels::PREFILL_ATTENTION_HOPPER], []),
+    image!("prefill_embed", [kernels::PREFILL_EMBED], []),
+    image!(
+        "prefill_experts",
+        [kernels::prefill::UP[0], kernels::prefill::UP[1], kernels::prefill::DOWN[0], kernels::prefill::DOWN[1]],
+        []
+    ),
+    image!("prefill_kv", [kernels::PREFILL_KV], []),
+    image!(
+        "prefill_linear",
+        [
+            kernels::prefill::LINEAR[0],
+            kernels::prefill::LINEAR[1],
+            kernels::prefill::LOGITS[0],
+            kernels::prefill::LOGITS[1],
+            kernels::prefill::SWIGLU[0],
+            kernels::prefill::SWIGLU[1]
+        ],
+        []
+    ),
+    image!("prefill_norm", [kernels::PREFILL_NORM], []),
+    image!(
+        "prefill_route",
+        [
+            kernels::prefill::PREFILL_ROUTE,
+            kernels::prefill::PREFILL_GROUP,
+            kernels::prefill::PREFILL_GATHER,
+            kernels::prefill::PREFILL_COMBINE
+        ],
+        []
+    ),
     image!("repack", [kernels::REPACK_NVFP4, kernels::REPACK_BF16], []),
     image!("synthetic", [kernels::SYNTHETIC_F32, kernels::SYNTHETIC_BF16, kernels::SYNTHETIC_NVFP4], []),
 ];

@@ -94,6 +94,21 @@ impl Origin<'_> {
         }
     }
 
+    /// Its values, row by row.
+    pub fn values(&self) -> Vec<f32> {
+        let made;
+        let matrix = match self {
+            Self::Stored(matrix) => matrix,
+            Self::Recipe(recipe) => {
+                made = recipe.make();
+                &made
+            }
+        };
+        let mut values = vec![0.0; matrix.rows * matrix.cols];
+        values.chunks_exact_mut(matrix.cols).enumerate().for_each(|(row, out)| matrix.decode_row(row, out));
+        values
+    }
+
     /// Bytes as the file has it.
     pub fn bytes(&self) -> usize {
         let dtype = self.dtype();
@@ -183,7 +198,12 @@ impl<'a> Loader<'a> {
     /// Writes `values` to `offset`.
     pub fn put_f32(&mut self, values: &[f32], to: &Buffer, offset: u64) -> Result<()> {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        self.staging.copy(&bytes, to, offset as usize)
+        self.put_bytes(&bytes, to, offset)
+    }
+
+    /// Writes `bytes` to `offset`.
+    pub fn put_bytes(&mut self, bytes: &[u8], to: &Buffer, offset: u64) -> Result<()> {
+        self.staging.copy(bytes, to, offset as usize)
     }
 
     /// Writes the matrix to `offset`, as the file has it.
@@ -199,10 +219,10 @@ impl<'a> Loader<'a> {
 
     /// Writes the matrix to `offset` as fp32, which every float type fits; only for types without a scale.
     pub fn put_as_f32(&mut self, matrix: Origin<'_>, to: &Buffer, offset: u64) -> Result<()> {
-        let Origin::Stored(stored) = matrix else { return self.put(matrix, to, offset) };
-        let mut values = vec![0.0; stored.rows * stored.cols];
-        values.chunks_exact_mut(stored.cols).enumerate().for_each(|(row, out)| stored.decode_row(row, out));
-        self.put_f32(&values, to, offset)?;
+        if let Origin::Recipe(_) = matrix {
+            return self.put(matrix, to, offset);
+        }
+        self.put_f32(&matrix.values(), to, offset)?;
         self.count(matrix.bytes());
         Ok(())
     }

@@ -6,6 +6,7 @@ mod images;
 mod load;
 mod model;
 mod pack;
+mod prefill;
 mod tables;
 
 pub use driver::{Buffer, Call, Device, Event, Function, Graph, Kernels, Pinned};

@@ -6,6 +6,7 @@ use super::{
     IMAGES, Source,
     driver::{Buffer, Call, Device, Event, Graph, Kernels, Pinned},
     load::Loader,
+    prefill::Chunks,
     tables::Tables,
 };
 use crate::{
@@ -45,11 +46,11 @@ pub struct GpuModel {
     // Graphs and calls hold addresses of the buffers below, and are dropped before them.
     graphs: BTreeMap<(usize, Ending), Graph>,
     calls: BTreeMap<(usize, Ending), Vec<Call>>,
-    plan: Plan,
-    options: RunOptions,
+    pub(super) plan: Plan,
+    pub(super) options: RunOptions,
     kernels: Kernels,
     weights: Buffer,
-    buffers: Buffer,
+    pub(super) buffers: Buffer,
     kv_full: Buffer,
     kv_window: Buffer,
     /// The sampler's, `[TOKEN_RING, 8, 48]`.
@@ -57,12 +58,13 @@ pub struct GpuModel {
     inputs: Pinned<u32>,
     /// The next free line of `inputs`.
     next_input: usize,
-    tables: Tables,
-    blocks: KvBlocks,
-    sequences: BTreeMap<SequenceId, SequenceBlocks>,
+    pub(super) chunks: Chunks,
+    pub(super) tables: Tables,
+    pub(super) blocks: KvBlocks,
+    pub(super) sequences: BTreeMap<SequenceId, SequenceBlocks>,
     next_id: u64,
     decoding: Decoding,
-    device: Device,
+    pub(super) device: Device,
 }
 
 /// Steps of the decode loop that are on their way.
@@ -113,6 +115,7 @@ impl GpuModel {
             records: device.pinned(TOKEN_RING * MAX_ROWS * SAMPLE_RECORD_WORDS)?,
             inputs: device.pinned(INPUT_RING * 2 * MAX_ROWS)?,
             next_input: 0,
+            chunks: Chunks::new(&device, plan.chunk())?,
             tables: Tables::new(&device, plan.buffers())?,
             blocks: KvBlocks::new(plan.config(), pools.full_blocks as u32, pools.window_blocks as u32),
             sequences: BTreeMap::new(),
@@ -185,9 +188,7 @@ impl GpuModel {
         self.check_tokens(rows)?;
         self.decoding.restart(Vec::new());
         self.queue_tokens(rows, Ending::Logits)?;
-        let bytes = rows.len() * self.config().vocab_size * 4;
-        let logits = self.buffers.read(self.plan.buffers().logits as usize, bytes)?;
-        Ok(logits.as_chunks().0.iter().map(|&value| f32::from_le_bytes(value)).collect())
+        self.read_logits(rows.len())
     }
 
     /// Queues one token for each of some sequences, whose logits nobody needs: a prompt's tokens but the last. Ends the
@@ -286,7 +287,24 @@ impl GpuModel {
         [(&self.kv_full, Attention::Full), (&self.kv_window, Attention::Sliding)]
     }
 
-    fn bases(&self) -> Bases {
+    /// The `[rows, V]` logits of the last step.
+    pub(super) fn read_logits(&self, rows: usize) -> Result<Vec<f32>> {
+        let bytes = rows * self.config().vocab_size * 4;
+        let logits = self.buffers.read(self.plan.buffers().logits as usize, bytes)?;
+        Ok(logits.as_chunks().0.iter().map(|&value| f32::from_le_bytes(value)).collect())
+    }
+
+    /// The sequences of the decode loop.
+    pub(super) fn decode_rows(&self) -> &[SequenceId] {
+        &self.decoding.rows
+    }
+
+    /// A new decode loop over `rows`, of which no step was queued.
+    pub(super) fn restart_decode(&mut self, rows: Vec<SequenceId>) {
+        self.decoding.restart(rows);
+    }
+
+    pub(super) fn bases(&self) -> Bases {
         Bases {
             weights: self.weights.address(),
             buffers: self.buffers.address(),
@@ -320,7 +338,7 @@ impl GpuModel {
         Ok(())
     }
 
-    fn queue_tokens(&mut self, rows: &[(SequenceId, u32)], ending: Ending) -> Result<()> {
+    pub(super) fn queue_tokens(&mut self, rows: &[(SequenceId, u32)], ending: Ending) -> Result<()> {
         let ids: Vec<_> = rows.iter().map(|&(id, _)| id).collect();
         if self.next_input == INPUT_RING {
             self.device.synchronize("a step")?;
@@ -341,7 +359,7 @@ impl GpuModel {
     }
 
     /// Refuses rows that a step cannot have, and tokens that the model does not know.
-    fn check_tokens(&self, rows: &[(SequenceId, u32)]) -> Result<()> {
+    pub(super) fn check_tokens(&self, rows: &[(SequenceId, u32)]) -> Result<()> {
         self.check_rows(&rows.iter().map(|&(id, _)| id).collect::<Vec<_>>())?;
         let vocab = self.config().vocab_size;
         match rows.iter().find(|&&(_, token)| token as usize >= vocab) {
@@ -398,7 +416,7 @@ impl GpuModel {
         self.graphs[&key].launch()
     }
 
-    fn call(&self, step: &Step) -> Result<Call> {
+    pub(super) fn call(&self, step: &Step) -> Result<Call> {
         let function = self.kernels.get(step.kernel)?;
         macro_rules! call {
             ($($variant:ident),*) => {
@@ -425,7 +443,17 @@ impl GpuModel {
             GeneralProject,
             GeneralQkvFinish,
             GeneralRouter,
-            GeneralSwiglu
+            GeneralSwiglu,
+            PrefillAttention,
+            PrefillCombine,
+            PrefillEmbed,
+            PrefillExperts,
+            PrefillGather,
+            PrefillGroup,
+            PrefillKv,
+            PrefillLinear,
+            PrefillNorm,
+            PrefillRoute
         )
     }
 }

@@ -8,7 +8,7 @@ use crate::{
     error::{Error, Result},
     kernels::{RepackArgs, repack_kernel, repack_launch},
     plan::{FastMlp, FastWeights, GeneralMlp, GeneralWeights, Packed, Stored, WeightPlan},
-    tiles::{TILE_COLS, TILE_ROWS, TileFormat},
+    tiles::{TILE_COLS, TILE_ROWS, TileFormat, pack_parts},
 };
 
 impl Loader<'_> {
@@ -107,7 +107,7 @@ impl<'b> Packer<'_, 'b> {
                     self.pair(gate, up_rows, *up)?;
                     self.rows(&[down_rows], *down)?;
                 }
-                FastMlp::Moe { router, shared_up, up, down, shared_down, shared_down_scale } => {
+                FastMlp::Moe { router, router_parts, shared_up, up, down, shared_down, shared_down_scale } => {
                     let [shared_gate, shared_up_rows, shared_down_rows] =
                         ["gate", "up", "down"].map(|p| self.one(&name(&format!("ffn_{p}_shexp"))));
                     self.pair(shared_gate, shared_up_rows, *shared_up)?;
@@ -116,6 +116,7 @@ impl<'b> Packer<'_, 'b> {
                     self.experts(index, *up, *down)?;
                     let logits = self.one(&name("ffn_gate_inp"));
                     self.loader.put_as_f32(logits, self.to, *router)?;
+                    self.router_parts(logits, *router_parts)?;
                 }
             }
             for (part, offset) in [
@@ -171,6 +172,12 @@ impl<'b> Packer<'_, 'b> {
         }
         self.loader.put_f32(&up_scales, self.to, up_place.scales)?;
         self.loader.put_f32(&down_scales, self.to, down_place.scales)
+    }
+
+    /// The parts of a router for prefill, packed here: it is small, and fp32.
+    fn router_parts(&mut self, router: Origin<'_>, tiles: u64) -> Result<()> {
+        let packed = pack_parts(&router.values(), router.cols());
+        self.loader.put_bytes(&packed, self.to, tiles)
     }
 
     /// Row r is row r % 16 of strip r / 16.

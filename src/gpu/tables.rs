@@ -37,6 +37,25 @@ impl Tables {
         Ok(Self { full, window, rows: [None; MAX_ROWS] })
     }
 
+    /// A row for each of `ids`: its own if it has one, else one that neither another of them nor any of `busy` has.
+    ///
+    /// # Panics
+    /// With more than 8 sequences in all.
+    pub fn rows_for(&self, ids: &[SequenceId], busy: &[SequenceId]) -> Vec<usize> {
+        let own = |id: &SequenceId| self.rows.iter().position(|row| *row == Some(*id));
+        let mut taken: Vec<usize> = busy.iter().chain(ids).filter_map(own).collect();
+        let mut choose = |id: &SequenceId| {
+            own(id).unwrap_or_else(|| {
+                // One that has no blocks of anybody, if there is one.
+                let free = (0..MAX_ROWS).filter(|row| !taken.contains(row));
+                let row = free.min_by_key(|&row| self.rows[row].is_some()).expect("a plan holds 8 sequences");
+                taken.push(row);
+                row
+            })
+        };
+        ids.iter().map(&mut choose).collect()
+    }
+
     /// Queues what the device does not know yet of `sequence`, which is to be row `row` and whose blocks `new` were just
     /// taken.
     pub fn place(

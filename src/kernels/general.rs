@@ -37,6 +37,8 @@ const fn kernel<Args>(symbol: &'static std::ffi::CStr) -> Kernel {
 const THREADS: u32 = 256;
 /// Outputs of a thread block, one a warp.
 const WARPS: u32 = THREADS / 32;
+/// Rows of x that a thread block of [`GENERAL_PROJECT`] takes.
+const PROJECT_ROWS: u32 = 8;
 
 fn launch(grid: [u32; 3], bytes: u64) -> Launch {
     Launch { grid, block: THREADS, shared_bytes: 0, bytes }
@@ -81,7 +83,7 @@ const _: () = assert!(
         && offset_of!(GeneralMatrix, dtype) == 28
 );
 
-/// The argument of [`GENERAL_EMBED`]. Device addresses, as in all structs here; B is 1 to 8.
+/// The argument of [`GENERAL_EMBED`]. Device addresses, as in all structs here; B is 1 to 65,535.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct GeneralEmbedArgs {
@@ -183,7 +185,7 @@ impl GeneralProjectArgs {
         let (rows, n) = (u64::from(self.rows), u64::from(self.n));
         let out_bytes = if self.f32 == 1 { 4 } else { 2 };
         let bytes = rows * u64::from(self.matrix.row_bytes) + n * (2 * u64::from(self.cols) + out_bytes * rows);
-        launch([self.rows.div_ceil(WARPS), 1, 1], bytes)
+        launch([self.rows.div_ceil(WARPS), self.n.div_ceil(PROJECT_ROWS), 1], bytes)
     }
 }
 
@@ -195,7 +197,7 @@ pub struct GeneralQkvFinishArgs {
     pub qkv: u64,
     /// The layer's part of block 0, `[2, G, 64 * head_dim]` bf16: see [`crate::kv::PoolLayout`].
     pub kv: u64,
-    /// `[B, table_stride]` u32: the block of positions 64 i to 64 i + 63. The one of the new position is read.
+    /// `[slots, table_stride]` u32: the block of positions 64 i to 64 i + 63. The one of the new position is read.
     pub blocks: u64,
     /// `[B]` u32: positions of the new tokens.
     pub positions: u64,
@@ -205,6 +207,8 @@ pub struct GeneralQkvFinishArgs {
     pub k_norm: u64,
     /// `[head_dim / 2]` f32, or 0 in a layer without rotation.
     pub inv_freq: u64,
+    /// `[B]` u32, which row of `blocks` is that of a token's sequence; 0 where each token has its own.
+    pub slots: u64,
     /// bf16 values from one block to the next.
     pub block_stride: u64,
     /// Entries of a row of `blocks`.
@@ -222,10 +226,10 @@ pub struct GeneralQkvFinishArgs {
 }
 
 const _: () = assert!(
-    size_of::<GeneralQkvFinishArgs>() == 88
+    size_of::<GeneralQkvFinishArgs>() == 96
         && offset_of!(GeneralQkvFinishArgs, q_norm) == 32
-        && offset_of!(GeneralQkvFinishArgs, block_stride) == 56
-        && offset_of!(GeneralQkvFinishArgs, head_dim) == 76
+        && offset_of!(GeneralQkvFinishArgs, block_stride) == 64
+        && offset_of!(GeneralQkvFinishArgs, head_dim) == 84
 );
 
 impl GeneralQkvFinishArgs {
@@ -252,6 +256,8 @@ pub struct GeneralAttentionArgs {
     pub sinks: u64,
     /// Out: `[B, H, head_dim]` bf16.
     pub attn: u64,
+    /// As in [`GeneralQkvFinishArgs`].
+    pub slots: u64,
     /// bf16 values from one block to the next.
     pub block_stride: u64,
     /// Entries of a row of `blocks`.
@@ -269,10 +275,10 @@ pub struct GeneralAttentionArgs {
 }
 
 const _: () = assert!(
-    size_of::<GeneralAttentionArgs>() == 80
+    size_of::<GeneralAttentionArgs>() == 88
         && offset_of!(GeneralAttentionArgs, sinks) == 32
-        && offset_of!(GeneralAttentionArgs, block_stride) == 48
-        && offset_of!(GeneralAttentionArgs, scale) == 76
+        && offset_of!(GeneralAttentionArgs, block_stride) == 56
+        && offset_of!(GeneralAttentionArgs, scale) == 84
 );
 
 impl GeneralAttentionArgs {
@@ -441,6 +447,7 @@ mod tests {
             positions: 0,
             sinks: 0,
             attn: 0,
+            slots: 0,
             block_stride: 0,
             table_stride: 1,
             window: 0,

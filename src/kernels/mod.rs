@@ -6,6 +6,9 @@ pub mod decode;
 mod expand;
 mod general;
 mod load;
+pub mod prefill;
+mod prefill_attention;
+mod prefill_rows;
 mod sample;
 
 use std::ffi::CStr;
@@ -14,6 +17,8 @@ pub use attention::*;
 pub use expand::*;
 pub use general::*;
 pub use load::*;
+pub use prefill_attention::*;
+pub use prefill_rows::*;
 pub use sample::*;
 
 /// What a loaded kernel must match.
@@ -59,4 +64,14 @@ pub enum Args {
     GeneralQkvFinish(GeneralQkvFinishArgs),
     GeneralRouter(GeneralRouterArgs),
     GeneralSwiglu(GeneralSwigluArgs),
+    PrefillAttention(PrefillAttentionArgs),
+    PrefillCombine(prefill::PrefillCombineArgs),
+    PrefillEmbed(PrefillEmbedArgs),
+    PrefillExperts(prefill::PrefillExpertsArgs),
+    PrefillGather(prefill::PrefillGatherArgs),
+    PrefillGroup(prefill::PrefillGroupArgs),
+    PrefillKv(PrefillKvArgs),
+    PrefillLinear(prefill::PrefillLinearArgs),
+    PrefillNorm(PrefillNormArgs),
+    PrefillRoute(prefill::PrefillRouteArgs),
 }

@@ -27,18 +27,22 @@ impl Space {
     pub fn bytes(self) -> usize {
         self.used
     }
+
+    /// What follows all of `spaces`, which began at one place because they are never in use together.
+    pub fn behind<const N: usize>(spaces: [Self; N]) -> Self {
+        Self { used: spaces.map(|space| space.used).into_iter().max().unwrap_or(0) }
+    }
 }
 
 macro_rules! buffers {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// Offsets, or addresses, of the buffers of a step. Letters as in [`FlintConfig`].
+        /// Offsets, or addresses, of the buffers of a step of R rows: 8, or a chunk on the general path. Letters as in
+        /// [`FlintConfig`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub struct Buffers {
             $($(#[$doc])* pub $name: u64,)*
             /// Entries of a row of both block tables.
             pub table_stride: usize,
-            /// All of it.
-            pub bytes: usize,
         }
 
         impl Buffers {
@@ -60,33 +64,33 @@ buffers! {
     blocks_full,
     /// The same of sliding layers; entries of what no window sees are old.
     blocks_window,
-    /// `[8, D]` bf16, output of the block before, not yet added to the residual.
+    /// `[R, D]` bf16, output of the block before, not yet added to the residual.
     delta,
-    /// `[8, D]` bf16, the residual stream at the start of a layer.
+    /// `[R, D]` bf16, the residual stream at the start of a layer.
     residual,
-    /// `[8, D]` bf16, the same in the middle of a layer: a kernel that adds reads one and writes the other.
+    /// `[R, D]` bf16, the same in the middle of a layer: a kernel that adds reads one and writes the other.
     residual_mid,
-    /// `[8, D]` bf16.
+    /// `[R, D]` bf16.
     normed,
-    /// `[8, (H + 2G) head_dim]` bf16.
+    /// `[R, (H + 2G) head_dim]` bf16.
     qkv,
-    /// `[8, H head_dim]` bf16.
+    /// `[R, H head_dim]` bf16.
     attn,
     /// Partial results of attention.
     attn_partial,
     /// `[8, G]` u32, zero between launches.
     attn_counters,
-    /// `[8, E]` f32: the router's scores, or its logits on the general path.
+    /// `[R, E]` f32: the router's scores, or its logits on the general path.
     router_scores,
-    /// `[8, K]` u32, the chosen experts, of the general path.
+    /// `[R, K]` u32, the chosen experts, of the general path.
     chosen,
-    /// `[8, K]` f32, their weights.
+    /// `[R, K]` f32, their weights.
     chosen_weights,
-    /// `[8, K, F]` bf16 by slot, or `[8, dense]` in dense layers.
+    /// `[R, K, F]` bf16 by slot, or `[R, dense]` in dense layers.
     act,
-    /// `[8, shared]` bf16.
+    /// `[R, shared]` bf16.
     act_shared,
-    /// `[8, V]` f32.
+    /// `[R, V]` f32.
     logits,
     /// `[8]` [`crate::kernels::SampleRow`].
     sample_rows,
@@ -105,19 +109,26 @@ buffers! {
 }
 
 impl Buffers {
-    pub(super) fn new(config: &FlintConfig, limits: Limits) -> Self {
-        let mut space = Space::default();
+    pub(super) fn new(space: &mut Space, config: &FlintConfig, limits: Limits, n_rows: usize) -> Self {
         let (d, heads, kv_heads) = (config.hidden_size, config.n_heads, config.n_kv_heads);
         let table_stride = table_stride(limits);
         let attn_partial = space.take(decode_attention_partial_bytes(MAX_ROWS, kv_heads));
+        let rope = space.take(MAX_ROWS * config.head_dim * 4);
         let inv_freq = space.take(config.head_dim / 2 * 4);
-        let mut rows = |width: usize, element_bytes: usize| space.take(MAX_ROWS * width * element_bytes);
-        let tokens = rows(2, 4);
-        let mut buffers = Self {
+        let mut take = |n: usize, width: usize, element_bytes: usize| space.take(n * width * element_bytes);
+        let tokens = take(MAX_ROWS, 2, 4);
+        let blocks = [(); 2].map(|()| take(MAX_ROWS, table_stride, 4));
+        let counters = take(MAX_ROWS, kv_heads, 4);
+        let mut sampler = |width: usize, element_bytes: usize| take(MAX_ROWS, width, element_bytes);
+        let sample_rows = sampler(SAMPLE_ROW_BYTES, 1);
+        let sample_masks = sampler(2 * limits.vocab_tokens.div_ceil(32), 4);
+        let [sample_bias, sample_seen, sample_workspace] = [(); 3].map(|()| sampler(limits.vocab_tokens, 4));
+        let mut rows = |width: usize, element_bytes: usize| take(n_rows, width, element_bytes);
+        Self {
             tokens,
             positions: tokens + 4 * MAX_ROWS as u64,
-            blocks_full: rows(table_stride, 4),
-            blocks_window: rows(table_stride, 4),
+            blocks_full: blocks[0],
+            blocks_window: blocks[1],
             delta: rows(d, 2),
             residual: rows(d, 2),
             residual_mid: rows(d, 2),
@@ -125,24 +136,21 @@ impl Buffers {
             qkv: rows((heads + 2 * kv_heads) * config.head_dim, 2),
             attn: rows(heads * config.head_dim, 2),
             attn_partial,
-            attn_counters: rows(kv_heads, 4),
+            attn_counters: counters,
             router_scores: rows(config.n_experts, 4),
             chosen: rows(config.n_experts_per_token, 4),
             chosen_weights: rows(config.n_experts_per_token, 4),
             act: rows(act_width(config), 2),
             act_shared: rows(config.shared_intermediate_size, 2),
             logits: rows(config.vocab_size, 4),
-            sample_rows: rows(SAMPLE_ROW_BYTES, 1),
-            sample_masks: rows(2 * limits.vocab_tokens.div_ceil(32), 4),
-            sample_bias: rows(limits.vocab_tokens, 4),
-            sample_seen: rows(limits.vocab_tokens, 4),
-            sample_workspace: rows(limits.vocab_tokens, 4),
-            rope: rows(config.head_dim, 4),
+            sample_rows,
+            sample_masks,
+            sample_bias,
+            sample_seen,
+            sample_workspace,
+            rope,
             inv_freq,
             table_stride,
-            bytes: 0,
-        };
-        buffers.bytes = space.bytes();
-        buffers
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! The fast path: when a model can take it, where its weights lie, and its launches.
 
-use super::{Bases, Buffers, Card, Ending, LayerCache, Operation, Plan, Space, Step, Types, distinct_experts};
+use super::{Bases, Buffers, Card, Ending, LayerCache, Operation, Plan, Space, Step, Types, distinct_experts, prefill};
 use crate::{
     checkpoint::DType,
     config::{FlintConfig, LayerKind, Mlp},
@@ -64,6 +64,8 @@ pub enum FastMlp {
     Moe {
         /// `[E, D]` f32.
         router: u64,
+        /// `[E / 16, 3 D / 512]` BF16 tiles of three matrices side by side that add up to the same, for prefill.
+        router_parts: u64,
         /// `[shared / 8, D / 512]` tiles.
         shared_up: Packed,
         /// `[E, F / 8, D / 512]` tiles; scales `[E, 2]`.
@@ -118,6 +120,7 @@ impl FastWeights {
                 }
                 Mlp::Moe => FastMlp::Moe {
                     router: space.take(e * d * 4),
+                    router_parts: space.take(prefill::router_bytes(e, d)),
                     shared_up: packed(&mut space, 2 * shared, d),
                     up: Packed { tiles: space.take(e * tiles(2 * f, d)), scales: space.take(e * 2 * 4) },
                     down: Packed { tiles: space.take(e * tiles(d, f)), scales: space.take(e * 4) },
@@ -349,7 +352,7 @@ impl Builder<'_> {
                     (b.delta, d, 2),
                 ));
             }
-            FastMlp::Moe { router, shared_up, up, down, shared_down, shared_down_scale } => {
+            FastMlp::Moe { router, shared_up, up, down, shared_down, shared_down_scale, .. } => {
                 let (rows, format, w) = (self.rows(), self.format, self.weights);
                 let config = &self.plan.config;
                 let distinct = distinct_experts(config.n_experts, config.n_experts_per_token, rows);

@@ -160,20 +160,36 @@ pub(super) fn steps(
     positions: &[u32],
     ending: Ending,
 ) -> Vec<Step> {
-    let builder = Builder { plan, weights: bases.weights, buffers: plan.buffers.at(bases.buffers), positions };
-    let mut steps = vec![builder.embed(&weights.embedding)];
-    for (index, (layer, cache)) in weights.layers.iter().zip(plan.cache(bases)).enumerate() {
-        builder.attention(index, layer, &cache, &mut steps);
-        builder.mlp(index, layer, &mut steps);
-    }
+    let buffers = plan.buffers.at(bases.buffers);
+    let builder = Builder { plan, weights: bases.weights, buffers, slots: 0, positions };
+    let mut steps = builder.layers(weights, bases);
     if ending != Ending::Nothing {
-        let n_layers = weights.layers.len();
-        let b = &builder.buffers;
-        steps.push(builder.norm(n_layers, weights.final_norm, b.residual, b.residual_mid));
-        let logits = Out { address: b.logits, stride: plan.config.vocab_size, offset: 0, f32: true };
-        steps.push(builder.project(Operation::LmHead, n_layers, &weights.lm_head, b.normed, logits));
+        steps.extend(builder.logits(weights));
     }
     steps
+}
+
+/// The launches of a chunk, see [`Plan::chunk_steps`].
+pub(super) fn chunk_steps(plan: &Plan, weights: &GeneralWeights, bases: &Bases, positions: &[u32]) -> Vec<Step> {
+    let inputs = plan.chunk.inputs.at(bases.buffers);
+    let buffers = Buffers { tokens: inputs.tokens, positions: inputs.positions, ..plan.buffers.at(bases.buffers) };
+    let builder = Builder { plan, weights: bases.weights, buffers, slots: inputs.slots, positions };
+    builder.layers(weights, bases)
+}
+
+/// The launches behind a chunk for the logits of `rows` of its tokens from `first` on, see [`Plan::logits_steps`].
+pub(super) fn logits_steps(
+    plan: &Plan,
+    weights: &GeneralWeights,
+    bases: &Bases,
+    first: usize,
+    rows: usize,
+) -> Vec<Step> {
+    let mut buffers = plan.buffers.at(bases.buffers);
+    for rows in [&mut buffers.delta, &mut buffers.residual, &mut buffers.residual_mid] {
+        *rows += (2 * first * plan.config.hidden_size) as u64;
+    }
+    Builder { plan, weights: bases.weights, buffers, slots: 0, positions: &vec![0; rows] }.logits(weights).into()
 }
 
 /// Where a projection writes.
@@ -189,10 +205,30 @@ struct Builder<'a> {
     plan: &'a Plan,
     weights: u64,
     buffers: Buffers,
+    /// `[B]` u32, the row of the block tables of each token, or 0: its own.
+    slots: u64,
     positions: &'a [u32],
 }
 
 impl Builder<'_> {
+    fn layers(&self, weights: &GeneralWeights, bases: &Bases) -> Vec<Step> {
+        let mut steps = vec![self.embed(&weights.embedding)];
+        for (index, (layer, cache)) in weights.layers.iter().zip(self.plan.cache(bases)).enumerate() {
+            self.attention(index, layer, &cache, &mut steps);
+            self.mlp(index, layer, &mut steps);
+        }
+        steps
+    }
+
+    fn logits(&self, weights: &GeneralWeights) -> [Step; 2] {
+        let (n_layers, b) = (weights.layers.len(), &self.buffers);
+        let logits = Out { address: b.logits, stride: self.plan.config.vocab_size, offset: 0, f32: true };
+        [
+            self.norm(n_layers, weights.final_norm, b.residual, b.residual_mid),
+            self.project(Operation::LmHead, n_layers, &weights.lm_head, b.normed, logits),
+        ]
+    }
+
     fn rows(&self) -> u32 {
         self.positions.len() as u32
     }
@@ -271,6 +307,7 @@ impl Builder<'_> {
             q_norm: self.weights + layer.q_norm,
             k_norm: self.weights + layer.k_norm,
             inv_freq: cache.inv_freq,
+            slots: self.slots,
             block_stride: cache.block_stride,
             table_stride,
             n_heads,
@@ -293,6 +330,7 @@ impl Builder<'_> {
             positions: b.positions,
             sinks: self.weights + layer.sinks,
             attn: b.attn,
+            slots: self.slots,
             block_stride: cache.block_stride,
             table_stride,
             window: cache.window.unwrap_or(0),

@@ -2,10 +2,12 @@
 
 use std::fmt;
 
-use super::{Bases, Ending, Operation, Path, Plan, Step};
+use super::{Bases, Ending, Operation, Part, Path, Plan, Step};
 
 /// What an H200 was measured to read, in bytes a second.
 const H200_BYTES_PER_SECOND: f64 = 4.55e12;
+/// What its tensor cores were measured to do with BF16, in operations a second.
+const H200_FLOPS: f64 = 790e12;
 
 impl fmt::Display for Path {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -69,7 +71,10 @@ impl fmt::Display for Plan {
         for (rows, position) in cases {
             self.write_step(f, rows, position)?;
         }
-        Ok(())
+        let tokens = self.chunk.tokens.min(limits.context_tokens);
+        let mut starts = vec![0, limits.context_tokens - tokens];
+        starts.dedup();
+        starts.into_iter().try_for_each(|first| self.write_chunk(f, Part { slot: 0, first, tokens }))
     }
 }
 
@@ -85,35 +90,64 @@ impl Plan {
             totals.floor_us(H200_BYTES_PER_SECOND),
             H200_BYTES_PER_SECOND / 1e12,
         )?;
-        writeln!(f, "  {:<28} {:>8} {:>14} {:>6} {:>8} {:>9}", "kernel", "launches", "grid", "block", "shared", "MB")?;
-        let mut groups: Vec<(Operation, &Step, Totals)> = Vec::new();
-        for step in &steps {
-            let same = |(operation, first, _): &&mut (Operation, &Step, Totals)| {
-                (*operation, first.launch.grid, first.launch.block)
-                    == (step.operation, step.launch.grid, step.launch.block)
-            };
-            let totals = Totals::of([step]);
-            match groups.iter_mut().find(same) {
-                Some((_, _, sum)) => {
-                    sum.kernels += totals.kernels;
-                    sum.bytes += totals.bytes;
-                }
-                None => groups.push((step.operation, step, totals)),
-            }
-        }
-        for (_, step, totals) in groups {
-            let [x, y, z] = step.launch.grid;
-            writeln!(
-                f,
-                "  {:<28} {:>8} {:>14} {:>6} {:>8} {:>9.2}",
-                step.kernel.symbol.to_string_lossy(),
-                totals.kernels,
-                format!("{x}x{y}x{z}"),
-                step.launch.block,
-                step.launch.shared_bytes,
-                totals.bytes as f64 / 1e6,
-            )?;
-        }
-        Ok(())
+        write_kernels(f, &steps, None)
     }
+
+    fn write_chunk(&self, f: &mut fmt::Formatter<'_>, part: Part) -> fmt::Result {
+        let steps = self.chunk_steps(&Bases::default(), &[part]);
+        let flops = |step: &Step| self.chunk_flops(step, &[part]);
+        let (totals, all) = (Totals::of(&steps), steps.iter().map(flops).sum::<u64>() as f64);
+        writeln!(
+            f,
+            "\nchunk of {} at position {}: {} kernels, {:.1} MB, {:.3} TFLOP, at least {:.2} ms on an H200 ({:.0} TFLOP/s)",
+            part.tokens,
+            part.first,
+            totals.kernels,
+            totals.bytes as f64 / 1e6,
+            all / 1e12,
+            totals.floor_us(H200_BYTES_PER_SECOND).max(all / H200_FLOPS * 1e6) / 1e3,
+            H200_FLOPS / 1e12,
+        )?;
+        write_kernels(f, &steps, Some(&flops))
+    }
+}
+
+/// A line for each kernel of a list of steps; with `flops` also its operations.
+fn write_kernels(f: &mut fmt::Formatter<'_>, steps: &[Step], flops: Option<&dyn Fn(&Step) -> u64>) -> fmt::Result {
+    write!(f, "  {:<28} {:>8} {:>14} {:>6} {:>8} {:>9}", "kernel", "launches", "grid", "block", "shared", "MB")?;
+    writeln!(f, "{}", if flops.is_some() { "     GFLOP" } else { "" })?;
+    let mut groups: Vec<(Operation, &Step, Totals, u64)> = Vec::new();
+    for step in steps {
+        let same = |(operation, first, ..): &&mut (Operation, &Step, Totals, u64)| {
+            (*operation, first.kernel, first.launch.grid, first.launch.block)
+                == (step.operation, step.kernel, step.launch.grid, step.launch.block)
+        };
+        let (totals, operations) = (Totals::of([step]), flops.map_or(0, |flops| flops(step)));
+        match groups.iter_mut().find(same) {
+            Some((_, _, sum, all)) => {
+                sum.kernels += totals.kernels;
+                sum.bytes += totals.bytes;
+                *all += operations;
+            }
+            None => groups.push((step.operation, step, totals, operations)),
+        }
+    }
+    for (_, step, totals, operations) in groups {
+        let [x, y, z] = step.launch.grid;
+        write!(
+            f,
+            "  {:<28} {:>8} {:>14} {:>6} {:>8} {:>9.2}",
+            step.kernel.symbol.to_string_lossy(),
+            totals.kernels,
+            format!("{x}x{y}x{z}"),
+            step.launch.block,
+            step.launch.shared_bytes,
+            totals.bytes as f64 / 1e6,
+        )?;
+        match flops {
+            Some(_) => writeln!(f, " {:>9.1}", operations as f64 / 1e9)?,
+            None => writeln!(f)?,
+        }
+    }
+    Ok(())
 }

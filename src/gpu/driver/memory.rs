@@ -131,6 +131,20 @@ impl Buffer {
         Ok(bytes)
     }
 
+    /// Copies from `offset` to the first `len` elements of `to`, behind all queued work, and waits for it.
+    ///
+    /// # Panics
+    /// When either has fewer.
+    pub fn read_pinned<T: Plain>(&self, offset: usize, to: &mut Pinned<T>, len: usize) -> Result<()> {
+        self.check(offset, len * size_of::<T>());
+        let what = format!("copying {} bytes from the GPU", len * size_of::<T>());
+        let to = &mut to.as_mut_slice()[..len];
+        // SAFETY: the source was checked; the destination lives until the copy has ended.
+        unsafe { result::memcpy_dtoh_async(to, self.address + offset as u64, self.device.stream()) }
+            .map_err(failed(&what))?;
+        self.device.synchronize(&what)
+    }
+
     /// All its bytes, behind all queued work.
     pub fn download(&self) -> Result<Vec<u8>> {
         self.read(0, self.len)

@@ -1,0 +1,67 @@
+// Hopper's bulk copies into shared memory, the barriers that they complete on, and clusters that share a copy.
+#pragma once
+
+#include <cstdint>
+
+__device__ __forceinline__ uint32_t shared_address(const void* shared) {
+    return uint32_t(__cvta_generic_to_shared(shared));
+}
+
+#if __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Shows initialised barriers to the other blocks of the cluster and to copies; then the cluster has to meet.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n\t.reg .pred done;\n\t"
+        "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+        "@!done bra again;\n\t}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// Arrives, and has the phase wait for `bytes` of copies.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives at what block `rank` of the cluster has at `barrier`.
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) {
+    asm volatile(
+        "{\n\t.reg .b32 there;\n\t"
+        "mapa.shared::cluster.u32 there, %0, %1;\n\t"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
+// Copies to the same place in each block of `mask` and completes on its barrier; all but the mask 16-byte aligned.
+__device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_copy_all(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
+                                              uint16_t mask) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+        "%4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "h"(mask)
+        : "memory");
+}
+
+#endif

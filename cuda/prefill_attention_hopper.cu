@@ -1,0 +1,440 @@
+// prefill_attention_hopper.cu: attention of many new tokens over the KV cache, for one layer, on compute
+// capability 9.0.
+//
+//   p[i] = exp(q . k[i] / sqrt(128) - m)         i from max(0, position - window + 1) to position, m the maximum of the
+//   attn = sum p[i] v[i] / (sum p[i] + exp(sink - m))         scores so far and the sink
+//
+// in       q of qkv [T, 10 G, 128] bf16 as prefill_kv leaves it, kv per block and layer K [G, 64 positions, 128] and V
+//          [G, 128, 64 positions] bf16, tiles, blocks, sinks: see args_prefill_attention.h
+// out      attn [16 G, panel_rows, 64] bf16 in the order of panel.cuh
+// p is rounded to bf16 for the product with v, relative to m as it stands then; all else is fp32.
+//
+// launch   grid min(n_tiles G, SMs), block 384, dynamic shared memory kSharedBytes. Thread blocks take work items,
+// which
+//          are a tile and a KV head each, off a counter, in the order of the table.
+// order    keys come in steps of 128 positions that begin at multiples of 128, in ascending order, and a step that a
+//          token does not see leaves its maximum, sum and output as they are to the bit. So a token's result depends
+//          on its own position alone: neither on the tile that it is in, nor on its place there, nor on the launch.
+// bound    tensor cores: 512 operations a token, query head and position seen
+// PDL      waits before the first load, triggers right after it
+//
+// A work item is 16 tokens x 8 query heads of one KV head: 128 rows, row 8 i + h being head h of token i. Two consumer
+// warpgroups have 64 rows each, with q as the A operand in registers; one producer warpgroup copies K and V to shared
+// memory, swizzled by 128 bytes, where both lie K-major as the cache has them. A consumer hands the scores of a step
+// and the output of the step before to the tensor cores together, so that its softmax runs under the second of them,
+// and under whatever the other consumer has there.
+
+#include <cuda_bf16.h>
+
+#include "args_prefill_attention.h"
+#include "common.cuh"
+#include "fragment.cuh"
+#include "panel.cuh"
+#include "prefill_tile.cuh"
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+
+namespace {
+
+constexpr int kStep = 128;
+constexpr int kSlots = 7;
+constexpr int kSlotBytes = kStep * kHeadDim * 2;
+// Half a slot: K of 64 dims, or V of one block. Rows of 128 bytes, swizzled.
+constexpr int kHalfBytes = kSlotBytes / 2;
+// Copies that a slot waits for before it is announced, so that several are on their way.
+constexpr int kLag = 2;
+// Work items known ahead.
+constexpr int kItems = 4;
+constexpr int kConsumerWarps = 8;
+constexpr int kProducerWarps = 4;
+constexpr uint32_t kNoItem = ~0u;
+
+struct Control {
+    uint64_t full[kSlots], empty[kSlots];
+    uint64_t item_full[kItems], item_empty[kItems];
+    PrefillTile tile[kItems];
+    uint32_t kv_head[kItems];  // kNoItem: there is no more work
+};
+// The slots begin at a multiple of 1,024 bytes.
+constexpr int kSharedBytes = kSlots * kSlotBytes + 1024 + sizeof(Control);
+static_assert(kSharedBytes <= 232448);
+
+// A place in a ring of n, and how often it came round, modulo 2.
+template <int n>
+struct Place {
+    uint32_t index = 0, phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++index == n) {
+            index = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) {
+    asm volatile(
+        "{\n\t"
+        ".reg .pred done;\n\t"
+        "again:\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+        "@!done bra again;\n\t"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(phase)
+        : "memory");
+}
+
+// What lane 0 has, which is what all have.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
+__device__ __forceinline__ PrefillTile uniform(const PrefillTile& tile) {
+    return {uniform(tile.row), uniform(tile.rows), uniform(tile.position), uniform(tile.table_row)};
+}
+
+// One arrival for the warp, when all its lanes are here.
+__device__ __forceinline__ void warp_arrive(uint64_t* barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+__device__ __forceinline__ void copy_16(uint32_t to, const __nv_bfloat16* from) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// A K-major operand of rows of 128 bytes with 128-byte swizzle, groups of 8 rows one after the other.
+__device__ __forceinline__ uint64_t operand(uint32_t address) {
+    return uint64_t(address >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// All but the last `pending` groups are done, one of which had `d`.
+template <int pending>
+__device__ __forceinline__ void wgmma_wait(float (&d)[64]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+#pragma unroll
+    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// d = a b, or d += a b, m64n128k16.
+__device__ __forceinline__ void wgmma(float (&d)[64], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b,
+                                      bool add) {
+    asm volatile(
+        "{\n\t"
+        ".reg .pred add;\n\t"
+        "setp.ne.b32 add, %69, 0;\n\t"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "{%64, %65, %66, %67}, %68, add, 1, 1, 0;\n\t"
+        "}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
+          "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
+          "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
+          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(add)));
+}
+
+// The steps of 128 positions that the tokens of a tile see.
+struct Steps {
+    int first, last;
+    __device__ __forceinline__ Steps(const PrefillTile& tile, uint32_t window) {
+        first = first_visible(tile, window) / kStep;
+        last = (tile.position + tile.rows - 1) / kStep;
+    }
+};
+
+// Copies blocks to slots, announces them kLag slots later.
+struct Producer {
+    uint32_t slots;  // shared address
+    Control* control;
+    Place<kSlots> next, announced;
+    int unannounced = 0;
+
+    __device__ __forceinline__ uint32_t begin() {
+        barrier_wait(&control->empty[next.index], next.phase ^ 1);
+        return slots + next.index * kSlotBytes;
+    }
+    __device__ __forceinline__ void announce() {
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        warp_arrive(&control->full[announced.index]);
+        announced.advance();
+        --unannounced;
+    }
+    __device__ __forceinline__ void end() {
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        next.advance();
+        if (++unannounced > kLag) {
+            asm volatile("cp.async.wait_group %0;" ::"n"(kLag) : "memory");
+            announce();
+        }
+    }
+    __device__ __forceinline__ void finish() {
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        while (unannounced > 0) announce();
+    }
+};
+
+// The two blocks of a step. Those that no token of the tile sees are not there.
+struct StepBlocks {
+    const __nv_bfloat16* part[2];
+    bool exists[2];
+};
+
+// K of a step: two halves of 64 dims, each [128 positions, 64].
+__device__ __forceinline__ void copy_k(Producer& producer, const StepBlocks& blocks, int thread) {
+    // A warp copies 2 positions of 256 bytes at a time; the four warps are 8 positions.
+    const int position = thread / 16, chunk = thread % 16;
+    const uint32_t to = producer.begin() + chunk / 8 * kHalfBytes + position * 128 + (chunk % 8 ^ position % 8) * 16;
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+        if (!blocks.exists[b]) continue;
+        const __nv_bfloat16* from = blocks.part[b] + 8 * thread;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) copy_16(to + (8 * b + i) * 8 * 128, from + i * 8 * kHeadDim);
+    }
+    producer.end();
+}
+
+// V of a step: two blocks, each [128 dims, 64 positions]. Positions from `end` on, and blocks that no token sees, are
+// zeros: p is zero there, but zero times what was never written may be NaN.
+__device__ __forceinline__ void copy_v(Producer& producer, const StepBlocks& blocks, int v_offset, int first, int end,
+                                       int thread) {
+    // The four warps copy 16 dims of 128 bytes at a time.
+    const int dim = thread / 8, chunk = thread % 8;
+    const uint32_t to = producer.begin() + dim * 128 + (chunk ^ dim % 8) * 16;
+    if (first + kStep <= end && blocks.exists[0]) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+            const __nv_bfloat16* from = blocks.part[b] + v_offset + 8 * thread;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) copy_16(to + b * kHalfBytes + i * 16 * 128, from + i * 16 * kBlock);
+        }
+    } else {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+            const int bytes = 2 * max(0, min(8, end - (first + kBlock * b + 8 * chunk)));
+            const __nv_bfloat16* from = blocks.part[b] + v_offset + 8 * thread;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                copy_16(to + b * kHalfBytes + i * 16 * 128, from + i * 16 * kBlock, blocks.exists[b] ? bytes : 0);
+            }
+        }
+    }
+    producer.end();
+}
+
+__device__ __forceinline__ void produce(const PrefillAttentionArgs& args, uint32_t slots, Control* control) {
+    const int thread = threadIdx.x % 128;
+    const uint32_t n_items = args.n_tiles * args.n_kv_heads;
+    const int v_offset = args.n_kv_heads * kPartHead;
+    Producer producer{slots, control};
+    Place<kItems> place, put;
+
+    // Thread 0 asks for work one item ahead.
+    auto put_item = [&](uint32_t item) {
+        barrier_wait(&control->item_empty[put.index], put.phase ^ 1);
+        const bool exists = item < n_items;
+        if (exists) control->tile[put.index] = args.tiles[item / args.n_kv_heads];
+        control->kv_head[put.index] = exists ? item % args.n_kv_heads : kNoItem;
+        barrier_arrive(&control->item_full[put.index]);
+        put.advance();
+    };
+    if (thread == 0) put_item(blockIdx.x);
+
+    while (true) {
+        barrier_wait(&control->item_full[place.index], place.phase);
+        const PrefillTile tile = uniform(control->tile[place.index]);
+        const uint32_t kv_head = uniform(control->kv_head[place.index]);
+        warp_arrive(&control->item_empty[place.index]);
+        place.advance();
+        if (kv_head == kNoItem) break;
+        if (thread == 0) {
+            const uint32_t taken = atomicAdd(args.counter, 1u);
+            // As many are taken as there are items: one for every item but the first of each thread block, and one
+            // in vain by each.
+            if (taken == n_items - 1) *args.counter = 0;
+            put_item(gridDim.x + taken);
+        }
+
+        const Steps steps(tile, args.window);
+        const int end = tile.position + tile.rows;
+        const int first_block = first_visible(tile, args.window) / kBlock, last_block = (end - 1) / kBlock;
+        const uint32_t* table = args.blocks + uint64_t(tile.table_row) * args.table_stride;
+        const __nv_bfloat16* kv = static_cast<const __nv_bfloat16*>(args.kv) + kv_head * kPartHead;
+        auto block_of = [&](int step, int b) { return table[max(first_block, min(last_block, 2 * step + b))]; };
+        auto blocks_of = [&](int step, uint32_t block0, uint32_t block1) {
+            return StepBlocks{{kv + block0 * args.block_stride, kv + block1 * args.block_stride},
+                              {2 * step >= first_block, 2 * step + 1 <= last_block}};
+        };
+
+        StepBlocks blocks = blocks_of(steps.first, block_of(steps.first, 0), block_of(steps.first, 1));
+        uint32_t block0 = block_of(steps.first + 1, 0), block1 = block_of(steps.first + 1, 1);
+        copy_k(producer, blocks, thread);
+        for (int step = steps.first; step < steps.last; ++step) {
+            const StepBlocks next = blocks_of(step + 1, block0, block1);
+            block0 = block_of(step + 2, 0);
+            block1 = block_of(step + 2, 1);
+            copy_k(producer, next, thread);
+            copy_v(producer, blocks, v_offset, step * kStep, end, thread);
+            blocks = next;
+        }
+        copy_v(producer, blocks, v_offset, steps.last * kStep, end, thread);
+    }
+    producer.finish();
+}
+
+__device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32_t slots, Control* control) {
+    const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x % 128 / 32), lane = threadIdx.x % 32;
+    const int g = lane / 4, t = lane % 4;
+    Place<kItems> place;
+    Place<kSlots> next;
+
+    auto take = [&]() {
+        barrier_wait(&control->full[next.index], next.phase);
+        return operand(slots + next.index * kSlotBytes);
+    };
+    // The slot that `index` was; the warp's products with it are done.
+    auto release = [&](uint32_t index) { warp_arrive(&control->empty[index]); };
+
+    uint32_t q[8][4];
+    float s[64], o[64];
+    uint32_t p[8][4];
+    auto scores = [&](uint64_t k) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const uint64_t part = k + (i / 4 * kHalfBytes + i % 4 * 32) / 16;
+            wgmma(s, q[i][0], q[i][1], q[i][2], q[i][3], part, i > 0);
+        }
+        wgmma_commit();
+    };
+    auto output = [&](uint64_t v, bool add) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const uint64_t part = v + (i / 4 * kHalfBytes + i % 4 * 32) / 16;
+            wgmma(o, p[i][0], p[i][1], p[i][2], p[i][3], part, i > 0 || add);
+        }
+        wgmma_commit();
+    };
+    auto round_p = [&]() {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) p[i][j] = pack(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
+    };
+
+    while (true) {
+        barrier_wait(&control->item_full[place.index], place.phase);
+        const PrefillTile tile = uniform(control->tile[place.index]);
+        const uint32_t kv_head = uniform(control->kv_head[place.index]);
+        warp_arrive(&control->item_empty[place.index]);
+        place.advance();
+        if (kv_head == kNoItem) break;
+
+        const Steps steps(tile, args.window);
+        if (8 * group >= tile.rows) {
+            for (int i = 0; i < 2 * (steps.last - steps.first + 1); ++i) {
+                take();
+                release(next.index);
+                next.advance();
+            }
+            continue;
+        }
+
+        const TileRows rows(tile, kv_head, 8 * group + 2 * warp, g);
+        rows.load_q(args, t, q);
+        Softmax softmax(args.sinks[rows.head], t);
+
+        uint64_t k = take();
+        wgmma_fence();
+        scores(k);
+        wgmma_wait<0>(s);
+        release(next.index);
+        next.advance();
+        rows.mask(s, steps.first * kStep, args.window, t);
+        softmax.step(s);
+        round_p();
+        bool add = false;
+        for (int step = steps.first + 1; step <= steps.last; ++step) {
+            k = take();
+            const uint32_t k_slot = next.index;
+            next.advance();
+            wgmma_fence();
+            scores(k);
+            const uint64_t v = take();
+            output(v, add);
+            add = true;
+            wgmma_wait<1>(s);
+            release(k_slot);
+            rows.mask(s, step * kStep, args.window, t);
+            softmax.step(s);
+            // The branch keeps the compiler from waiting for the output before it computes p.
+            if (__any_sync(~0u, softmax.rescale[0] != 1 || softmax.rescale[1] != 1)) {
+                wgmma_wait<0>(o);
+#pragma unroll
+                for (int i = 0; i < 64; ++i) o[i] *= softmax.rescale[i / 2 % 2];
+            }
+            wgmma_wait<0>(o);
+            release(next.index);
+            next.advance();
+            round_p();
+        }
+        const uint64_t v = take();
+        wgmma_fence();
+        output(v, add);
+        wgmma_wait<0>(o);
+        release(next.index);
+        next.advance();
+        store_attn(args, rows, softmax, o, t);
+    }
+}
+
+}  // namespace
+
+#endif
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    prefill_attention_hopper(const __grid_constant__ PrefillAttentionArgs args) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ uint8_t shared[];
+    const uint32_t slots = (shared_address(shared) + 1023) / 1024 * 1024;
+    Control* control = reinterpret_cast<Control*>(shared + (slots - shared_address(shared)) + kSlots * kSlotBytes);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kSlots; ++i) {
+            barrier_init(&control->full[i], kProducerWarps);
+            barrier_init(&control->empty[i], kConsumerWarps);
+        }
+        for (int i = 0; i < kItems; ++i) {
+            barrier_init(&control->item_full[i], 1);
+            barrier_init(&control->item_empty[i], kConsumerWarps + kProducerWarps);
+        }
+    }
+    __syncthreads();
+    pdl_wait();
+    pdl_launch();
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        produce(args, slots, control);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        consume(args, slots, control);
+    }
+#endif
+}

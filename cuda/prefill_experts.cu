@@ -1,0 +1,48 @@
+// prefill_experts.cu: the routed experts over many rows, sorted by expert (prefill_route.cu).
+//
+//   prefill_experts_up    act[i] = round(silu(gate_e x_i) * up_e x_i)
+//   prefill_experts_down  y[i]   = round(scale_e * down_e act_i)            e = expert of sorted row i
+//
+// in   x panels [32, sorted_rows, 64] bf16; gate_up [256, 64, 4] tiles, scales [256] x 2; down [256, 128, 1], scales
+// [256] out  act panels [8, sorted_rows, 64] bf16; y [sorted_rows, 2048] bf16; rows that no token owns may be written
+//
+// launch   *_N for tiles of up to N rows: 256 and 32 for sm_90a, geometry as Hopper<N>; mma for every card, tiles of up
+// to
+//          64. Blocks are persistent: the number of tiles is known on the device alone
+// bound    tensor cores; with few rows an expert, the weights' bytes
+// PDL      the first weights are requested before the wait (sm_90a): the tiles are older than the kernel that this one
+//          waits for
+#include "prefill_mma.cuh"
+#include "prefill_narrow.cuh"
+#include "prefill_wgmma.cuh"
+
+namespace {
+using UpWork = ExpertsWork<64, 4, true>;
+using DownWork = ExpertsWork<128, 1, false>;
+}  // namespace
+
+#define HOPPER(NAME, FORMAT, STREAM, ENDING, WORK, N, ...)                                                  \
+    extern "C" __global__ void HOPPER_CLUSTER(N) __launch_bounds__(Hopper<N>::kThreads, Hopper<N>::kBlocks) \
+        NAME##_##FORMAT##_##N(const __grid_constant__ PrefillExpertsArgs args) {                            \
+        prefill<STREAM<Hopper<N>::kAhead>, ENDING, WORK, N, __VA_ARGS__>(args);                             \
+    }
+#define NARROW(NAME, FORMAT, PIECE, ENDING, WORK, N, ...)                                                     \
+    extern "C" __global__ void __launch_bounds__(Narrow<PIECE, N, 1>::kThreads, Narrow<PIECE, N, 1>::kBlocks) \
+        NAME##_##FORMAT##_##N(const __grid_constant__ PrefillExpertsArgs args) {                              \
+        prefill_narrow<PIECE, ENDING, WORK, N, 1, __VA_ARGS__>(args);                                         \
+    }
+#define ANY_CARD(NAME, FORMAT, STREAM, ENDING, WORK)                                  \
+    extern "C" __global__ void __launch_bounds__(AnyCard::kThreads, AnyCard::kBlocks) \
+        NAME##_##FORMAT##_mma(const __grid_constant__ PrefillExpertsArgs args) {      \
+        prefill_any_card<STREAM<8>, ENDING, WORK>(args);                              \
+    }
+#define PRODUCT(NAME, FORMAT, STREAM, PIECE, ENDING, WORK)                                         \
+    HOPPER(NAME, FORMAT, STREAM, ENDING, WORK, 256, 256, 224, 208, 192, 176, 160, 128, 96, 64, 32) \
+    NARROW(NAME, FORMAT, PIECE, ENDING, WORK, 64, 64, 32, 16, 8)                                   \
+    NARROW(NAME, FORMAT, PIECE, ENDING, WORK, 16, 16, 8)                                           \
+    ANY_CARD(NAME, FORMAT, STREAM, ENDING, WORK)
+
+PRODUCT(prefill_experts_up, nvfp4, Nvfp4Stream, Nvfp4Piece, SwigluPanels, UpWork)
+PRODUCT(prefill_experts_up, bf16, Bf16Stream, Bf16Piece, SwigluPanels, UpWork)
+PRODUCT(prefill_experts_down, nvfp4, Nvfp4Stream, Nvfp4Piece, Bf16Rows, DownWork)
+PRODUCT(prefill_experts_down, bf16, Bf16Stream, Bf16Piece, Bf16Rows, DownWork)

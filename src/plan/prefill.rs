@@ -1,0 +1,445 @@
+//! Chunks on the fast path: their buffers and launches.
+
+use super::{
+    Bases, Buffers, ChunkInputs, FastLayer, FastMlp, FastWeights, LayerCache, Limits, Operation, Packed, Part, Plan,
+    Space, Step,
+};
+use crate::{
+    config::FlintConfig,
+    kernels::{
+        Args, Kernel, Launch, PREFILL_EMBED, PREFILL_KV, PREFILL_NORM, PrefillAttention, PrefillAttentionArgs,
+        PrefillEmbedArgs, PrefillKvArgs, PrefillNormArgs, PrefillTile,
+        decode::{CHOSEN, EXPERTS},
+        prefill::*,
+        prefill_embed_launch, prefill_kv_launch, prefill_norm_launch,
+    },
+    tiles::{PARTS, TILE_COLS, TILE_ROWS, TileFormat},
+};
+
+/// Values of a row of a panel.
+const PANEL: usize = 64;
+/// Rows of panels come in eights.
+const ROWS_STEP: usize = 8;
+/// Tokens of a tile of attention.
+const TILE_TOKENS: usize = 16;
+
+/// Bytes of the tiles of a router's parts, side by side.
+pub(super) fn router_bytes(n_experts: usize, d: usize) -> usize {
+    TileFormat::Bf16.matrix_bytes(n_experts, PARTS * d).expect("the path asks for whole tiles")
+}
+
+/// Attention's tiles.
+pub(super) fn tiles(parts: &[Part]) -> Vec<PrefillTile> {
+    let positions = |part: &Part| (part.slot as u32, part.first as u32..(part.first + part.tokens) as u32);
+    PrefillTile::cut(parts.iter().map(positions))
+}
+
+/// Most of them in a chunk: a part may begin and end inside of one.
+pub(super) fn most_tiles(tokens: usize, limits: Limits) -> usize {
+    tokens / TILE_TOKENS + 2 * limits.sequences
+}
+
+const FITS: &str = "a chunk has 1 to 65,536 tokens, and the path 4 KV heads";
+
+/// Sorted rows of a chunk: each expert's begin at a multiple of eight.
+fn sorted_rows(tokens: usize) -> usize {
+    (CHOSEN * tokens + EXPERTS * (ROWS_STEP - 1)).next_multiple_of(ROWS_STEP)
+}
+
+macro_rules! prefill_buffers {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        /// Offsets, or addresses, of the buffers of a chunk of T tokens; S sorted rows.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(super) struct PrefillBuffers {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl PrefillBuffers {
+            /// The same as addresses, in an allocation at `base`.
+            fn at(&self, base: u64) -> Self {
+                Self { $($name: base + self.$name,)* }
+            }
+        }
+    };
+}
+
+prefill_buffers! {
+    /// `[T, D]` bf16, output of the block before, not yet added to the residual.
+    delta,
+    /// `[T, D]` bf16.
+    residual,
+    /// Panels `[D / 64, T, 64]` bf16.
+    normed,
+    /// `[1]` u32 of attention, zero between launches.
+    counter,
+    /// `[T, (H + 2G) 128]` bf16.
+    qkv,
+    /// Panels `[2 H, T, 64]` bf16.
+    attn,
+    /// Panels `[dense / 64, T, 64]` bf16.
+    act_dense,
+    /// `[T, E]` f32.
+    router_logits,
+    /// `[T, K]` u32.
+    chosen,
+    /// `[T, K]` f32.
+    chosen_weights,
+    /// `[T / 32, E]` u32, the tokens that chose an expert, as bits.
+    masks,
+    /// `[T / 32, E]` u32, where they lie among the sorted rows.
+    places,
+    /// The tiles over sorted rows.
+    expert_tiles,
+    /// `[1]` u32.
+    n_expert_tiles,
+    /// `[T, K]` u32, the sorted row of each choice.
+    sorted,
+    /// Panels `[D / 64, S, 64]` bf16; then `[S, D]` bf16, what the experts make of them.
+    sorted_rows,
+    /// Panels `[F / 64, S, 64]` bf16.
+    act,
+    /// Panels `[shared / 64, T, 64]` bf16.
+    act_shared,
+    /// `[T, D]` bf16, output of the shared expert.
+    shared,
+    /// `[256, V]` f32.
+    logits,
+}
+
+impl PrefillBuffers {
+    pub fn new(space: &mut Space, config: &FlintConfig, tokens: usize, logits_rows: usize) -> Self {
+        let (d, hd) = (config.hidden_size, config.head_dim);
+        let rows = tokens.next_multiple_of(ROWS_STEP);
+        let (sorted, words) = (sorted_rows(tokens), tokens.div_ceil(32) * EXPERTS);
+        let [delta, residual, normed] = [(); 3].map(|()| space.take(rows * d * 2));
+        let counter = space.take(4);
+        // Attention, a dense layer, a MoE layer and logits take turns.
+        let (mut attention, mut dense, mut moe, mut ending) = (*space, *space, *space, *space);
+        let buffers = Self {
+            delta,
+            residual,
+            normed,
+            counter,
+            qkv: attention.take(rows * (config.n_heads + 2 * config.n_kv_heads) * hd * 2),
+            attn: attention.take(rows * config.n_heads * hd * 2),
+            act_dense: dense.take(rows * config.dense_intermediate_size * 2),
+            router_logits: moe.take(rows * EXPERTS * 4),
+            chosen: moe.take(rows * CHOSEN * 4),
+            chosen_weights: moe.take(rows * CHOSEN * 4),
+            masks: moe.take(words * 4),
+            places: moe.take(words * 4),
+            expert_tiles: moe.take((EXPERTS + sorted / ROWS_STEP) * 16),
+            n_expert_tiles: moe.take(4),
+            sorted: moe.take(rows * CHOSEN * 4),
+            sorted_rows: moe.take(sorted * d * 2),
+            act: moe.take(sorted * config.expert_intermediate_size * 2),
+            act_shared: moe.take(rows * config.shared_intermediate_size * 2),
+            shared: moe.take(rows * d * 2),
+            logits: ending.take(logits_rows * config.vocab_size * 4),
+        };
+        *space = Space::behind([attention, dense, moe, ending]);
+        buffers
+    }
+}
+
+/// The launches of a chunk, see [`Plan::chunk_steps`].
+pub(super) fn steps(
+    plan: &Plan,
+    format: TileFormat,
+    weights: &FastWeights,
+    bases: &Bases,
+    parts: &[Part],
+) -> Vec<Step> {
+    let tiles = tiles(parts);
+    let builder = Builder::new(plan, format, bases, parts.iter().map(|part| part.tokens).sum());
+    let mut steps = vec![builder.embed(weights)];
+    for (index, (layer, cache)) in weights.layers.iter().zip(plan.cache(bases)).enumerate() {
+        builder.attention(index, layer, &cache, &tiles, &mut steps);
+        builder.mlp(index, layer, &mut steps);
+    }
+    steps
+}
+
+/// The launches behind a chunk for the logits of `rows` of its tokens from `first` on, see [`Plan::logits_steps`].
+pub(super) fn logits_steps(
+    plan: &Plan,
+    format: TileFormat,
+    weights: &FastWeights,
+    bases: &Bases,
+    first: usize,
+    rows: usize,
+) -> Vec<Step> {
+    let mut builder = Builder::new(plan, format, bases, rows);
+    let before = (2 * first * plan.config.hidden_size) as u64;
+    builder.buffers.delta += before;
+    builder.buffers.residual += before;
+    let (index, vocab, d) = (weights.layers.len(), plan.config.vocab_size, plan.config.hidden_size);
+    let (b, w) = (&builder.buffers, bases.weights);
+    let args = builder.linear_args(b.normed, w + weights.lm_head.tiles, vocab / TILE_ROWS, d, (b.logits, vocab));
+    let args = PrefillLinearArgs { scales: w + weights.lm_head.scales, ..args };
+    vec![
+        builder.norm(index, weights.final_norm),
+        builder.step(Operation::LmHead, index, prefill_logits(format, &args), Args::PrefillLinear(args)),
+    ]
+}
+
+struct Builder<'a> {
+    plan: &'a Plan,
+    format: TileFormat,
+    weights: u64,
+    buffers: PrefillBuffers,
+    /// Of decode, for what both share.
+    shared: Buffers,
+    inputs: ChunkInputs,
+    rows: usize,
+}
+
+impl<'a> Builder<'a> {
+    fn new(plan: &'a Plan, format: TileFormat, bases: &Bases, rows: usize) -> Self {
+        Self {
+            plan,
+            format,
+            weights: bases.weights,
+            buffers: plan.chunk.prefill.expect("a plan of the fast path has them").at(bases.buffers),
+            shared: plan.buffers.at(bases.buffers),
+            inputs: plan.chunk.inputs.at(bases.buffers),
+            rows,
+        }
+    }
+
+    fn panel_rows(&self) -> usize {
+        self.rows.next_multiple_of(ROWS_STEP)
+    }
+
+    #[allow(clippy::unused_self, reason = "so that steps are made alike")]
+    fn step(&self, operation: Operation, layer: usize, (kernel, launch): (Kernel, Launch), args: Args) -> Step {
+        Step { operation, layer, kernel, launch, args }
+    }
+
+    fn embed(&self, weights: &FastWeights) -> Step {
+        let b = &self.buffers;
+        let args = PrefillEmbedArgs {
+            embedding: self.weights + weights.embedding,
+            tokens: self.inputs.tokens,
+            delta: b.delta,
+            residual: b.residual,
+            rows: self.rows as u32,
+            reserved: 0,
+        };
+        let launch = (PREFILL_EMBED, prefill_embed_launch(self.rows));
+        self.step(Operation::Embed, 0, launch, Args::PrefillEmbed(args))
+    }
+
+    fn norm(&self, layer: usize, weight: u64) -> Step {
+        let b = &self.buffers;
+        let args = PrefillNormArgs {
+            delta: b.delta,
+            residual: b.residual,
+            weight: self.weights + weight,
+            normed: b.normed,
+            rows: self.rows as u32,
+            panel_rows: self.panel_rows() as u32,
+            eps: self.plan.config.rms_norm_eps,
+            reserved: 0,
+        };
+        let launch = (PREFILL_NORM, prefill_norm_launch(self.rows));
+        self.step(Operation::Norm, layer, launch, Args::PrefillNorm(args))
+    }
+
+    /// A product of `strips` strips over `inputs` inputs, with one scale for all of it: 1.
+    fn linear_args(
+        &self,
+        x: u64,
+        tiles: u64,
+        strips: usize,
+        inputs: usize,
+        (out, out_stride): (u64, usize),
+    ) -> PrefillLinearArgs {
+        PrefillLinearArgs {
+            x,
+            weights: tiles,
+            scales: 0,
+            out,
+            rows: self.rows as u32,
+            panel_rows: self.panel_rows() as u32,
+            strips: strips as u32,
+            k_tiles: (inputs / TILE_COLS) as u32,
+            x_panels: (inputs / PANEL) as u32,
+            out_stride: out_stride as u32,
+            scale: 1.0,
+            reserved: 0,
+        }
+    }
+
+    /// A product from panels to rows of `outputs` values.
+    fn linear(
+        &self,
+        operation: Operation,
+        layer: usize,
+        (x, inputs): (u64, usize),
+        matrix: Packed,
+        (out, outputs): (u64, usize),
+    ) -> Step {
+        let args = self.linear_args(x, self.weights + matrix.tiles, outputs / TILE_ROWS, inputs, (out, outputs));
+        let args = PrefillLinearArgs { scales: self.weights + matrix.scales, ..args };
+        self.step(operation, layer, prefill_linear(self.format, &args), Args::PrefillLinear(args))
+    }
+
+    /// Gate and up over `normed`, to panels of `width` activations.
+    fn swiglu(&self, operation: Operation, layer: usize, matrix: Packed, out: u64, width: usize) -> Step {
+        let (x, inputs) = (self.buffers.normed, self.plan.config.hidden_size);
+        let strips = 2 * width / TILE_ROWS;
+        let args = self.linear_args(x, self.weights + matrix.tiles, strips, inputs, (out, self.panel_rows()));
+        let args = PrefillLinearArgs { scales: self.weights + matrix.scales, ..args };
+        self.step(operation, layer, prefill_swiglu(self.format, &args), Args::PrefillLinear(args))
+    }
+
+    fn attention(
+        &self,
+        index: usize,
+        layer: &FastLayer,
+        cache: &LayerCache,
+        tiles: &[PrefillTile],
+        steps: &mut Vec<Step>,
+    ) {
+        let (b, config, w) = (&self.buffers, &self.plan.config, self.weights);
+        let (d, hd, kv_heads) = (config.hidden_size, config.head_dim, config.n_kv_heads);
+        steps.push(self.norm(index, layer.attn_norm));
+        let qkv = (config.n_heads + 2 * kv_heads) * hd;
+        steps.push(self.linear(Operation::Qkv, index, (b.normed, d), layer.qkv, (b.qkv, qkv)));
+        let table_stride = self.shared.table_stride as u32;
+        let args = PrefillKvArgs {
+            qkv: b.qkv,
+            kv: cache.kv,
+            blocks: cache.blocks,
+            tiles: self.inputs.tiles,
+            q_norm: w + layer.q_norm,
+            k_norm: w + layer.k_norm,
+            inv_freq: cache.inv_freq,
+            block_stride: cache.block_stride,
+            table_stride,
+            eps: config.rms_norm_eps,
+        };
+        let launch = prefill_kv_launch(kv_heads as u32, tiles).expect(FITS);
+        steps.push(self.step(Operation::QkvFinish, index, (PREFILL_KV, launch), Args::PrefillKv(args)));
+        let args = PrefillAttentionArgs {
+            qkv: b.qkv,
+            kv: cache.kv,
+            blocks: cache.blocks,
+            tiles: self.inputs.tiles,
+            sinks: w + layer.sinks,
+            attn: b.attn,
+            counter: b.counter,
+            block_stride: cache.block_stride,
+            table_stride,
+            panel_rows: self.panel_rows() as u32,
+            window: cache.window.unwrap_or(0),
+            n_tiles: tiles.len() as u32,
+            n_kv_heads: kv_heads as u32,
+            reserved: 0,
+        };
+        let attention = PrefillAttention::of((self.plan.card.major, 0), self.plan.card.processors as u32);
+        let launch = attention.launch(kv_heads as u32, cache.window, tiles).expect(FITS);
+        steps.push(self.step(Operation::Attention, index, (attention.kernel(), launch), Args::PrefillAttention(args)));
+        let heads = config.n_heads * hd;
+        steps.push(self.linear(Operation::Output, index, (b.attn, heads), layer.output, (b.delta, d)));
+    }
+
+    fn mlp(&self, index: usize, layer: &FastLayer, steps: &mut Vec<Step>) {
+        let (b, config) = (&self.buffers, &self.plan.config);
+        let d = config.hidden_size;
+        steps.push(self.norm(index, layer.mlp_norm));
+        match &layer.mlp {
+            FastMlp::Dense { up, down } => {
+                let width = config.dense_intermediate_size;
+                steps.push(self.swiglu(Operation::DenseUp, index, *up, b.act_dense, width));
+                steps.push(self.linear(Operation::DenseDown, index, (b.act_dense, width), *down, (b.delta, d)));
+            }
+            FastMlp::Moe { .. } => self.moe(index, &layer.mlp, steps),
+        }
+    }
+
+    fn moe(&self, index: usize, layer: &FastMlp, steps: &mut Vec<Step>) {
+        let FastMlp::Moe { router_parts, shared_up, up, down, shared_down, shared_down_scale, .. } = layer else {
+            unreachable!("a dense layer")
+        };
+        let (b, config, w, format) = (&self.buffers, &self.plan.config, self.weights, self.format);
+        let (d, shared) = (config.hidden_size, config.shared_intermediate_size);
+        let (rows, panel_rows) = (self.rows as u32, self.panel_rows() as u32);
+        let sorted_rows = sorted_rows(self.rows) as u32;
+        let columns = expert_columns(self.rows);
+
+        // The parts of the router stand side by side, and each meets the same inputs.
+        let parts =
+            self.linear_args(b.normed, w + router_parts, EXPERTS / TILE_ROWS, PARTS * d, (b.router_logits, EXPERTS));
+        let args = PrefillLinearArgs { x_panels: (d / PANEL) as u32, ..parts };
+        let launch = prefill_logits(TileFormat::Bf16, &args);
+        steps.push(self.step(Operation::Router, index, launch, Args::PrefillLinear(args)));
+        let args = PrefillRouteArgs {
+            logits: b.router_logits,
+            experts: b.chosen,
+            weights: b.chosen_weights,
+            masks: b.masks,
+            rows,
+            reserved: 0,
+        };
+        let launch = (PREFILL_ROUTE, prefill_route_launch(self.rows));
+        steps.push(self.step(Operation::Choose, index, launch, Args::PrefillRoute(args)));
+        let args = PrefillGroupArgs {
+            masks: b.masks,
+            places: b.places,
+            tiles: b.expert_tiles,
+            n_tiles: b.n_expert_tiles,
+            rows,
+            most_columns: columns,
+        };
+        let launch = (PREFILL_GROUP, prefill_group_launch(self.rows));
+        steps.push(self.step(Operation::Group, index, launch, Args::PrefillGroup(args)));
+        let args = PrefillGatherArgs {
+            x: b.normed,
+            experts: b.chosen,
+            masks: b.masks,
+            places: b.places,
+            sorted: b.sorted,
+            out: b.sorted_rows,
+            rows,
+            panel_rows,
+            sorted_rows,
+            reserved: 0,
+        };
+        let launch = (PREFILL_GATHER, prefill_gather_launch(self.rows));
+        steps.push(self.step(Operation::Gather, index, launch, Args::PrefillGather(args)));
+        let up = PrefillExpertsArgs {
+            x: b.sorted_rows,
+            weights: w + up.tiles,
+            scales: w + up.scales,
+            out: b.act,
+            tiles: b.expert_tiles,
+            n_tiles: b.n_expert_tiles,
+            sorted_rows,
+            reserved: 0,
+        };
+        let launch = prefill_experts_up(format, self.rows);
+        steps.push(self.step(Operation::ExpertsUp, index, launch, Args::PrefillExperts(up)));
+        let down =
+            PrefillExpertsArgs { x: b.act, weights: w + down.tiles, scales: w + down.scales, out: b.sorted_rows, ..up };
+        let launch = prefill_experts_down(format, self.rows);
+        steps.push(self.step(Operation::ExpertsDown, index, launch, Args::PrefillExperts(down)));
+
+        steps.push(self.swiglu(Operation::SharedUp, index, *shared_up, b.act_shared, shared));
+        let args = self.linear_args(b.act_shared, w + shared_down, d / TILE_ROWS, shared, (b.shared, d));
+        let args = PrefillLinearArgs { scale: *shared_down_scale, ..args };
+        steps.push(self.step(Operation::SharedDown, index, prefill_linear(format, &args), Args::PrefillLinear(args)));
+        let args = PrefillCombineArgs {
+            y: b.sorted_rows,
+            sorted: b.sorted,
+            weights: b.chosen_weights,
+            shared: b.shared,
+            delta: b.delta,
+            rows,
+            reserved: 0,
+        };
+        let launch = (PREFILL_COMBINE, prefill_combine_launch(self.rows));
+        steps.push(self.step(Operation::Combine, index, launch, Args::PrefillCombine(args)));
+    }
+}
