@@ -4,6 +4,7 @@
 
 mod buffers;
 mod fast;
+mod fit;
 mod general;
 mod print;
 mod types;
@@ -21,6 +22,7 @@ use crate::{
 
 pub use buffers::{Buffers, Space};
 pub use fast::{FastLayer, FastMlp, FastWeights, Packed};
+pub use fit::fit;
 pub use general::{GeneralLayer, GeneralMlp, GeneralWeights, Stored};
 pub use print::Totals;
 pub use types::{MatrixType, Types};
