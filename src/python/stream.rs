@@ -3,7 +3,7 @@
 use std::{
     process,
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         mpsc::{self, Receiver, RecvTimeoutError},
     },
     thread::JoinHandle,
@@ -21,26 +21,39 @@ use crate::{
     cancel::Cancel,
     engine::{Engine, Event, Generation},
     error::{Error, Result},
+    sampling::SamplingParams,
 };
 
 /// Events that a stream may be ahead of its reader, so that one that is never read does not run on.
 const AHEAD_EVENTS: usize = 16;
 
-/// What a generation is started with, beside what the engine knows.
+/// A generation that was started, with what the engine does not know of it.
 pub struct Request {
-    pub generation: Generation,
-    pub prompt_tokens: usize,
-    pub start: Instant,
+    generation: Generation,
+    prompt_tokens: usize,
+    /// When the caller came.
+    start: Instant,
 }
 
 impl Request {
+    /// Starts a generation after checked `tokens`.
+    pub fn start(
+        engine: &Arc<Engine>,
+        tokens: Vec<u32>,
+        params: &SamplingParams,
+        cancel: &Cancel,
+        start: Instant,
+    ) -> Result<Self> {
+        let prompt_tokens = tokens.len();
+        Ok(Self { generation: engine.generate(tokens, params, cancel)?, prompt_tokens, start })
+    }
+
     /// Generates to the end. `emit` gets every event but the last, and says whether to go on.
-    pub fn run(mut self, engine: &Engine, mut emit: impl FnMut(Event) -> bool) -> Result<(Event, Summary)> {
-        let mut time_to_first_token = None;
+    fn run(mut self, engine: &Engine, mut emit: impl FnMut(Event) -> bool) -> Result<(Event, Summary)> {
         while let Some(event) = self.generation.next() {
             let event = event?;
-            let time_to_first_token = *time_to_first_token.get_or_insert_with(|| self.start.elapsed());
             if event.finish_reason.is_some() {
+                let first_token_at = self.generation.first_token_at().unwrap_or(self.start);
                 let summary = Summary {
                     prompt_tokens: self.prompt_tokens,
                     prompt_logprobs: self.generation.prompt_logprobs().map(<[_]>::to_vec),
@@ -48,7 +61,7 @@ impl Request {
                     load: engine.load_time(),
                     prefill: self.generation.prefill_time(),
                     decode: self.generation.decode_time(),
-                    time_to_first_token,
+                    time_to_first_token: first_token_at - self.start,
                 };
                 return Ok((event, summary));
             }
@@ -57,6 +70,17 @@ impl Request {
             }
         }
         Err(Error::Cancelled)
+    }
+
+    /// Generates to the end.
+    pub fn finish(self, engine: &Engine) -> Result<results::Result> {
+        let mut events = Vec::new();
+        let (last, summary) = self.run(engine, |event| {
+            events.push(event.into());
+            true
+        })?;
+        events.push(last.into());
+        Ok(results::Result::new(events, summary))
     }
 }
 
@@ -121,7 +145,8 @@ pub struct Stream {
 
 impl Stream {
     /// Starts the work of `request` on a thread of its own. `cancel` is the request's, `closing` the model's.
-    pub fn start(engine: std::sync::Arc<Engine>, request: Request, cancel: Cancel, closing: Cancel) -> PyResult<Self> {
+    pub fn start(engine: Arc<Engine>, request: Request, cancel: Cancel, closing: Cancel) -> PyResult<Self> {
+        request.generation.limit_ahead(AHEAD_EVENTS);
         let (sender, messages) = mpsc::sync_channel(AHEAD_EVENTS);
         let worker = wait::spawn(move || {
             let end = request.run(&engine, |event| sender.send(Message::Event(event)).is_ok());
