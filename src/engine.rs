@@ -15,7 +15,7 @@ mod transcript;
 
 pub use self::{
     cuda::DeviceLogits,
-    generation::Generation,
+    generation::{Generation, PromptProgress},
     options::{DeviceChoice, LoadOptions, Synthetic},
 };
 
@@ -238,7 +238,7 @@ impl Engine {
     }
 
     /// Starts to generate after `prompt`. On the CPU nothing is computed before the first `next`; on a GPU the request goes
-    /// into its queue at once.
+    /// into its queue at once. `progress` counts the prompt's tokens as they are read; several generations may share one.
     ///
     /// Errors: [`Error::Value`] naming the field of `params`, or the prompt when it is empty, holds an unknown id, or
     /// leaves no room for a token.
@@ -246,9 +246,10 @@ impl Engine {
         self: &Arc<Self>,
         prompt: Vec<u32>,
         params: &SamplingParams,
+        progress: &PromptProgress,
         cancel: &Cancel,
     ) -> Result<Generation> {
-        Generation::start(self, prompt, params, cancel)
+        Generation::start(self, prompt, params, progress, cancel)
     }
 
     /// Logits after each of `tokens`, `[T, V]` in fp32.
@@ -274,7 +275,8 @@ impl Engine {
         self.check_tokens("token_ids", tokens)?;
         match &self.backend {
             Backend::Cpu(model) => {
-                cpu::score(model, &mut model.new_kv(), tokens, self.vocab_tokens(), top_n, cancel).map(|(all, _)| all)
+                let (kv, vocab) = (&mut model.new_kv(), self.vocab_tokens());
+                cpu::score(model, kv, tokens, vocab, top_n, &PromptProgress::default(), cancel).map(|(all, _)| all)
             }
             Backend::Cuda(cuda) => cuda.score(tokens, top_n, cancel),
         }

@@ -354,13 +354,18 @@ class Model:
     # A str is a Sequence[str] too; the first overload takes it.
     @overload
     def generate(  # type: ignore[overload-overlap]
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        progress: Callable[[int, int], object] | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Result: ...
     @overload
     def generate(
         self,
         prompt: Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | None = None,
+        progress: Callable[[int, int], object] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[Result]:
         """Generates after a prompt, or after each of several: together on a GPU, one after the other on the CPU.
@@ -369,6 +374,7 @@ class Model:
             prompt: A text, token ids, or a list of either. Control tokens spelled in a text are plain text; give token
                 ids from `tokenize(..., control=True)` where they are meant.
             params: How to sample; or give its fields as keywords.
+            progress: Called a few times a second, while prompts are read, with the tokens read and the tokens in all.
             **options: The fields of `SamplingParams`.
 
         Returns:
@@ -379,13 +385,18 @@ class Model:
         """
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        progress: Callable[[int, int], object] | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Stream:
         """Starts to generate, and returns an iterator of events, one a token.
 
         Args:
             prompt: A text, or token ids.
             params: How to sample; or give its fields as keywords.
+            progress: As for `generate`, while the first event is waited for.
             **options: The fields of `SamplingParams`.
 
         Raises:

@@ -137,7 +137,7 @@ class Flint(Model):
         """
         import asyncio  # costs more than the rest of the import together
 
-        stream = await asyncio.to_thread(self.stream, prompt, params, **options)
+        stream = await asyncio.to_thread(self.stream, prompt, params, None, **options)
         try:
             while (event := await asyncio.to_thread(next, stream, None)) is not None:
                 yield event

@@ -266,9 +266,11 @@ def _generate(args: argparse.Namespace) -> int:
     prompt = _read_text(None) if args.prompt in (None, "-") else args.prompt
     if args.synthetic:
         prompt = _token_ids(prompt)
-    with _open_model(args) as flint, flint.stream(prompt, params) as stream:
+    bar = Bar("reading the prompt")
+    with _open_model(args) as flint, bar, flint.stream(prompt, params, bar) as stream:
         ends_line = True
         for event in stream:
+            bar.wipe()
             text = f"{event.token_id} " if args.synthetic else event.text
             if text and not args.json:
                 sys.stdout.write(text)

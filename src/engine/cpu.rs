@@ -2,11 +2,11 @@
 
 use std::{fs, sync::Arc, time::Instant};
 
-use super::{DeviceChoice, Event, LoadOptions, Origin, generation::Reply, transcript::Transcript};
+use super::{DeviceChoice, Event, LoadOptions, Origin, PromptProgress, generation::Reply, transcript::Transcript};
 use crate::{
     cancel::Cancel,
     config::FlintConfig,
-    cpu::{self, CpuModel, Kv, Positions},
+    cpu::{self, BLOCK_TOKENS, CpuModel, Kv, Positions},
     error::{Error, Result},
     sampling::{Sampler, TokenLogprobs},
     weights::{self, Recipe, Weights},
@@ -61,6 +61,7 @@ pub(super) fn score(
     tokens: &[u32],
     vocab: usize,
     top_n: usize,
+    progress: &PromptProgress,
     cancel: &Cancel,
 ) -> Result<(Vec<TokenLogprobs>, Vec<f32>)> {
     let width = model.config().vocab_size;
@@ -72,6 +73,7 @@ pub(super) fn score(
             scores.push(TokenLogprobs::new(&row[..vocab], next, top_n)?);
         }
         last = logits[logits.len() - width..].to_vec();
+        progress.add(chunk.len());
     }
     Ok((scores, last))
 }
@@ -86,6 +88,8 @@ pub(super) struct CpuGeneration {
     pending: Vec<u32>,
     /// Most likely tokens to report for each position of the prompt, if it is to be scored; taken with the prompt.
     prompt_top_n: Option<usize>,
+    /// Of the prompt; taken with it.
+    progress: Option<PromptProgress>,
 }
 
 impl CpuGeneration {
@@ -96,19 +100,21 @@ impl CpuGeneration {
         vocab: usize,
         prompt: Vec<u32>,
         prompt_top_n: Option<usize>,
+        progress: PromptProgress,
     ) -> Self {
         let kv = model.new_kv();
-        Self { kv, sampler, transcript, vocab, pending: prompt, prompt_top_n }
+        Self { kv, sampler, transcript, vocab, pending: prompt, prompt_top_n, progress: Some(progress) }
     }
     /// Computes the next token.
     pub fn step(&mut self, model: &CpuModel, cancel: &Cancel) -> Result<Reply> {
         let start = Instant::now();
+        let progress = self.progress.take().unwrap_or_default();
         let (prompt_logprobs, logits) = match self.prompt_top_n.take() {
             Some(top_n) => {
-                let (scores, last) = score(model, &mut self.kv, &self.pending, self.vocab, top_n, cancel)?;
+                let (scores, last) = score(model, &mut self.kv, &self.pending, self.vocab, top_n, &progress, cancel)?;
                 (Some(scores), last)
             }
-            None => (None, model.forward(&mut self.kv, &self.pending, Positions::Last, cancel)?),
+            None => (None, self.read(model, &progress, cancel)?),
         };
         let sampled = self.sampler.sample(&logits[..self.vocab])?;
         self.pending = vec![sampled.token_id];
@@ -116,6 +122,18 @@ impl CpuGeneration {
         let event = Event { token_id: sampled.token_id, text, logprobs: sampled.logprobs, finish_reason };
         let at = Instant::now();
         Ok(Reply { event, prompt_logprobs, time: at - start, at })
+    }
+
+    /// Feeds the pending tokens; returns the logits after the last.
+    fn read(&mut self, model: &CpuModel, progress: &PromptProgress, cancel: &Cancel) -> Result<Vec<f32>> {
+        let mut logits = Vec::new();
+        let n_blocks = self.pending.len().div_ceil(BLOCK_TOKENS);
+        for (block, tokens) in (1..).zip(self.pending.chunks(BLOCK_TOKENS)) {
+            let positions = if block == n_blocks { Positions::Last } else { Positions::None };
+            logits = model.forward(&mut self.kv, tokens, positions, cancel)?;
+            progress.add(tokens.len());
+        }
+        Ok(logits)
     }
 
     /// Bytes of KV cache held now.

@@ -155,7 +155,9 @@ impl Cuda {
     /// As [`super::Engine::score`].
     pub fn score(&self, tokens: &[u32], top_n: usize, cancel: &Cancel) -> Result<Vec<TokenLogprobs>> {
         let (tokens, sizes) = (tokens.to_vec(), self.facts.sizes);
-        self.job(cancel, move |model, id, cancel| scheduler::score(model, id, &tokens, top_n, sizes, cancel))
+        self.job(cancel, move |model, id, cancel| {
+            scheduler::score(model, id, &tokens, top_n, sizes, &mut |_, _| {}, cancel)
+        })
     }
 
     /// Runs `job` on the thread, with an empty sequence of its own, and waits for what it returns.
@@ -286,8 +288,14 @@ impl Steps for GpuModel {
         self.remove_sequence(id);
     }
 
-    fn prefill(&mut self, id: SequenceId, tokens: &[u32], cancel: &Cancel) -> Result<()> {
-        self.prefill(id, tokens, &mut |_, _| {}, cancel)
+    fn prefill(
+        &mut self,
+        id: SequenceId,
+        tokens: &[u32],
+        progress: &mut dyn FnMut(usize, usize),
+        cancel: &Cancel,
+    ) -> Result<()> {
+        self.prefill(id, tokens, progress, cancel)
     }
 
     fn prompt_logits(

@@ -3,6 +3,7 @@
 use std::{
     sync::{
         Arc,
+        atomic::{AtomicUsize, Ordering},
         mpsc::{Receiver, RecvTimeoutError, channel},
     },
     time::{Duration, Instant},
@@ -34,6 +35,21 @@ pub(super) struct Reply {
     pub at: Instant,
 }
 
+/// How many tokens of prompts were read; every copy counts the same.
+#[derive(Clone, Debug, Default)]
+pub struct PromptProgress(Arc<AtomicUsize>);
+
+impl PromptProgress {
+    /// Tokens read so far.
+    pub fn tokens(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn add(&self, tokens: usize) {
+        self.0.fetch_add(tokens, Ordering::Relaxed);
+    }
+}
+
 /// One running generation: an iterator of [`Event`]s. Dropping it ends the work. After an error it is over.
 pub struct Generation {
     engine: Arc<Engine>,
@@ -58,6 +74,7 @@ impl Generation {
         engine: &Arc<Engine>,
         prompt: Vec<u32>,
         params: &SamplingParams,
+        progress: &PromptProgress,
         cancel: &Cancel,
     ) -> Result<Self> {
         engine.check_tokens("prompt", &prompt)?;
@@ -71,7 +88,8 @@ impl Generation {
             Backend::Cpu(model) => {
                 let sampler = Sampler::new(params, &prompt, engine.end_token_ids(), vocab)?;
                 let seed = sampler.seed();
-                let steps = CpuGeneration::new(model, sampler, transcript, vocab, prompt, params.prompt_logprobs);
+                let (top_n, progress) = (params.prompt_logprobs, progress.clone());
+                let steps = CpuGeneration::new(model, sampler, transcript, vocab, prompt, top_n, progress);
                 (Source::Cpu(Box::new(steps)), seed)
             }
             Backend::Cuda(cuda) => {
@@ -83,6 +101,7 @@ impl Generation {
                     seed,
                     end_token_ids: engine.end_token_ids().to_vec(),
                     transcript,
+                    progress: progress.clone(),
                     cancel: cancel.clone(),
                     replies: sender,
                     backlog: Arc::clone(&backlog),

@@ -16,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Event, generation::Reply, transcript::Transcript};
+use super::{Event, PromptProgress, generation::Reply, transcript::Transcript};
 use crate::{
     cancel::Cancel,
     error::{Error, Result},
@@ -34,7 +34,13 @@ pub(super) trait Steps {
 
     fn add_sequence(&mut self) -> Result<Self::Id>;
     fn remove_sequence(&mut self, id: Self::Id);
-    fn prefill(&mut self, id: Self::Id, tokens: &[u32], cancel: &Cancel) -> Result<()>;
+    fn prefill(
+        &mut self,
+        id: Self::Id,
+        tokens: &[u32],
+        progress: &mut dyn FnMut(usize, usize),
+        cancel: &Cancel,
+    ) -> Result<()>;
     fn prompt_logits(
         &mut self,
         id: Self::Id,
@@ -96,6 +102,7 @@ pub(super) struct Request {
     pub seed: u64,
     pub end_token_ids: Vec<u32>,
     pub transcript: Transcript,
+    pub progress: PromptProgress,
     pub cancel: Cancel,
     pub replies: Sender<Result<Reply>>,
     pub backlog: Arc<Backlog>,
@@ -299,13 +306,19 @@ impl<S: Steps> Scheduler<S> {
         let (prompt, cancel) = (request.prompt.as_slice(), &request.cancel);
         let before = &prompt[..prompt.len() - 1];
         let id = self.device.add_sequence()?;
+        let mut last = 0;
+        let mut progress = |done: usize, _| request.progress.add(done - mem::replace(&mut last, done));
         let read = match request.params.prompt_logprobs {
-            Some(top_n) => score(&mut self.device, id, prompt, top_n, self.sizes, cancel).map(Some),
+            Some(top_n) => score(&mut self.device, id, prompt, top_n, self.sizes, &mut progress, cancel).map(Some),
             None if before.is_empty() => Ok(None),
-            None => self.device.prefill(id, before, cancel).map(|()| None),
+            None => self.device.prefill(id, before, &mut progress, cancel).map(|()| None),
         };
         match read {
-            Ok(prompt_logprobs) => Ok((id, prompt_logprobs)),
+            Ok(prompt_logprobs) => {
+                // The last token is read by the first step.
+                request.progress.add(1);
+                Ok((id, prompt_logprobs))
+            }
             Err(error) => {
                 self.device.remove_sequence(id);
                 Err(error)
@@ -393,6 +406,7 @@ pub(super) fn score<S: Steps>(
     tokens: &[u32],
     top_n: usize,
     sizes: Sizes,
+    progress: &mut dyn FnMut(usize, usize),
     cancel: &Cancel,
 ) -> Result<Vec<TokenLogprobs>> {
     let mut scores = Vec::with_capacity(tokens.len() - 1);
@@ -405,6 +419,7 @@ pub(super) fn score<S: Steps>(
             let next = tokens[scores.len() + 1];
             scores.push(TokenLogprobs::new(&row[..sizes.vocab_tokens], next, top_n)?);
         }
+        progress(scores.len(), before.len());
         cancel.check()
     };
     device.prompt_logits(id, before, &mut sink, cancel)?;

@@ -3,7 +3,7 @@
 use std::{
     path::{Path, PathBuf},
     process,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError, atomic::Ordering},
     time::Instant,
 };
 
@@ -17,9 +17,9 @@ use pyo3::{
 
 use super::{
     device_array::DeviceArray,
-    files::{Progress, to_python},
+    files::{self, to_python},
     params::{SamplingParams, argument},
-    stream::{Request, Stream},
+    stream::{Progress, Request, Stream},
     wait,
 };
 use crate::{
@@ -61,20 +61,25 @@ impl Model {
         py: Python<'_>,
         work: impl FnOnce(&Arc<Engine>, &Cancel) -> Result<T> + Send + 'static,
     ) -> PyResult<T> {
+        self.run_showing(py, || Ok(()), work)
+    }
+
+    /// The same, with `poll` called on this thread a few times a second.
+    fn run_showing<T: Send + 'static>(
+        &self,
+        py: Python<'_>,
+        poll: impl FnMut() -> PyResult<()>,
+        work: impl FnOnce(&Arc<Engine>, &Cancel) -> Result<T> + Send + 'static,
+    ) -> PyResult<T> {
         let engine = self.engine()?;
         let (cancel, closing) = (self.closing.child(), self.closing.clone());
         let inner = cancel.clone();
-        wait::run(
-            py,
-            &cancel,
-            || Ok(()),
-            move || {
-                work(&engine, &inner).map_err(|error| match error {
-                    Error::Cancelled if closing.is_cancelled() => Error::Closed,
-                    error => error,
-                })
-            },
-        )
+        wait::run(py, &cancel, poll, move || {
+            work(&engine, &inner).map_err(|error| match error {
+                Error::Cancelled if closing.is_cancelled() => Error::Closed,
+                error => error,
+            })
+        })
     }
 }
 
@@ -103,7 +108,7 @@ impl Model {
             max_sequences: argument("max_sequences", max_sequences, "an integer of at least 1")?,
             context_tokens: context_tokens.map(|n| argument("context_tokens", n, positive)).transpose()?,
         };
-        let (cancel, state) = (Cancel::default(), Progress::default());
+        let (cancel, state) = (Cancel::default(), files::Progress::default());
         let (inner_cancel, inner_state) = (cancel.clone(), state.clone());
         let engine = wait::run(
             py,
@@ -121,27 +126,35 @@ impl Model {
     }
 
     /// Generates after a prompt (text or token ids), or after each of a list of prompts.
-    #[pyo3(signature = (prompt, params=None, **options))]
+    #[pyo3(signature = (prompt, params=None, progress=None, **options))]
     fn generate<'py>(
         &self,
         py: Python<'py>,
         prompt: &Bound<'py, PyAny>,
         params: Option<&Bound<'py, PyAny>>,
+        progress: Option<&Bound<'py, PyAny>>,
         options: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let params = SamplingParams::of_request(params, options)?;
         let (prompts, many) = prompts(prompt)?;
-        let results = self.run(py, move |engine, cancel| {
-            // All of them are checked before the first one costs time.
-            let prompts = prompts.into_iter().map(|prompt| prompt.tokens(engine)).collect::<Result<Vec<_>>>()?;
-            let start = |tokens| Request::start(engine, tokens, &params, cancel, Instant::now());
-            if engine.runs_together() {
-                let requests = prompts.into_iter().map(start).collect::<Result<Vec<_>>>()?;
-                requests.into_iter().map(|request| request.finish(engine)).collect()
-            } else {
-                prompts.into_iter().map(|tokens| start(tokens)?.finish(engine)).collect::<Result<Vec<_>>>()
-            }
-        })?;
+        let progress = Progress::new(progress);
+        let (read, total) = (progress.read.clone(), Arc::clone(&progress.total));
+        let results = self.run_showing(
+            py,
+            || progress.show(py),
+            move |engine, cancel| {
+                // All of them are checked before the first one costs time.
+                let prompts = prompts.into_iter().map(|prompt| prompt.tokens(engine)).collect::<Result<Vec<_>>>()?;
+                total.store(prompts.iter().map(Vec::len).sum(), Ordering::Relaxed);
+                let start = |tokens| Request::start(engine, tokens, &params, &read, cancel, Instant::now());
+                if engine.runs_together() {
+                    let requests = prompts.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+                    requests.into_iter().map(|request| request.finish(engine)).collect()
+                } else {
+                    prompts.into_iter().map(|tokens| start(tokens)?.finish(engine)).collect::<Result<Vec<_>>>()
+                }
+            },
+        )?;
         if many {
             return results.into_bound_py_any(py);
         }
@@ -150,12 +163,13 @@ impl Model {
     }
 
     /// Starts to generate, and returns an iterator of events, one a token.
-    #[pyo3(signature = (prompt, params=None, **options))]
+    #[pyo3(signature = (prompt, params=None, progress=None, **options))]
     fn stream(
         &self,
         py: Python<'_>,
         prompt: &Bound<'_, PyAny>,
         params: Option<&Bound<'_, PyAny>>,
+        progress: Option<&Bound<'_, PyAny>>,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Stream> {
         let params = SamplingParams::of_request(params, options)?;
@@ -164,12 +178,14 @@ impl Model {
             return Err(Error::value("prompt", "a list of prompts", "one prompt, to stream").into());
         };
         let (engine, start) = (self.engine()?, Instant::now());
-        let cancel = self.closing.child();
+        let (cancel, progress) = (self.closing.child(), Progress::new(progress));
+        let (read, total) = (&progress.read, &progress.total);
         let request = py.detach(|| {
             let tokens = prompt.tokens(&engine)?;
-            Request::start(&engine, tokens, &params, &cancel, start)
+            total.store(tokens.len(), Ordering::Relaxed);
+            Request::start(&engine, tokens, &params, read, &cancel, start)
         })?;
-        Stream::start(engine, request, cancel, self.closing.clone())
+        Stream::start(engine, request, progress, cancel, self.closing.clone())
     }
 
     /// Token ids of a text; control tokens spelled in it stay text unless `control`.

@@ -4,6 +4,7 @@ use std::{
     process,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
         mpsc::{self, Receiver, RecvTimeoutError},
     },
     thread::JoinHandle,
@@ -19,7 +20,7 @@ use super::{
 };
 use crate::{
     cancel::Cancel,
-    engine::{Engine, Event, Generation},
+    engine::{Engine, Event, Generation, PromptProgress},
     error::{Error, Result},
     sampling::SamplingParams,
 };
@@ -41,11 +42,12 @@ impl Request {
         engine: &Arc<Engine>,
         tokens: Vec<u32>,
         params: &SamplingParams,
+        progress: &PromptProgress,
         cancel: &Cancel,
         start: Instant,
     ) -> Result<Self> {
         let prompt_tokens = tokens.len();
-        Ok(Self { generation: engine.generate(tokens, params, cancel)?, prompt_tokens, start })
+        Ok(Self { generation: engine.generate(tokens, params, progress, cancel)?, prompt_tokens, start })
     }
 
     /// Generates to the end. `emit` gets every event but the last, and says whether to go on.
@@ -87,6 +89,31 @@ impl Request {
 enum Message {
     Event(Event),
     End(Result<(Event, Summary)>),
+}
+
+/// How far the prompts of a call are, for its callback.
+pub struct Progress {
+    /// Tokens that were read.
+    pub read: PromptProgress,
+    /// Tokens of all prompts, once it is known.
+    pub total: Arc<AtomicUsize>,
+    callback: Option<Py<PyAny>>,
+}
+
+impl Progress {
+    pub fn new(callback: Option<&Bound<'_, PyAny>>) -> Self {
+        let callback = callback.map(|callback| callback.clone().unbind());
+        Self { read: PromptProgress::default(), total: Arc::default(), callback }
+    }
+
+    /// Calls the callback, while there is a prompt that was not read whole.
+    pub fn show(&self, py: Python<'_>) -> PyResult<()> {
+        let (read, total) = (self.read.tokens(), self.total.load(Ordering::Relaxed));
+        if let (Some(callback), true) = (&self.callback, read < total) {
+            callback.call1(py, (read, total))?;
+        }
+        Ok(())
+    }
 }
 
 /// What has arrived from the worker so far.
@@ -138,14 +165,21 @@ impl Inbox {
 #[pyclass(frozen, module = "flint_rs")]
 pub struct Stream {
     inbox: Mutex<Inbox>,
+    progress: Progress,
     cancel: Cancel,
     closing: Cancel,
     process: u32,
 }
 
 impl Stream {
-    /// Starts the work of `request` on a thread of its own. `cancel` is the request's, `closing` the model's.
-    pub fn start(engine: Arc<Engine>, request: Request, cancel: Cancel, closing: Cancel) -> PyResult<Self> {
+    /// Starts the work of `request` on a thread of its own. `progress` and `cancel` are the request's, `closing` the model's.
+    pub fn start(
+        engine: Arc<Engine>,
+        request: Request,
+        progress: Progress,
+        cancel: Cancel,
+        closing: Cancel,
+    ) -> PyResult<Self> {
         request.generation.limit_ahead(AHEAD_EVENTS);
         let (sender, messages) = mpsc::sync_channel(AHEAD_EVENTS);
         let worker = wait::spawn(move || {
@@ -154,7 +188,7 @@ impl Stream {
             let _ = sender.send(Message::End(end));
         })?;
         let inbox = Inbox { messages: Some(messages), worker: Some(worker), events: Vec::new(), result: None };
-        Ok(Self { inbox: Mutex::new(inbox), cancel, closing, process: process::id() })
+        Ok(Self { inbox: Mutex::new(inbox), progress, cancel, closing, process: process::id() })
     }
 
     /// Never called with the GIL held: another thread may wait in `poll`.
@@ -193,7 +227,9 @@ impl Stream {
                 Poll::Ended | Poll::Failed(Error::Cancelled) => return Ok(None),
                 Poll::Failed(error) => return Err(error.into()),
                 Poll::Panicked(worker) => wait::join(py, worker),
-                Poll::Nothing => py.check_signals().inspect_err(|_| self.stop(py))?,
+                Poll::Nothing => {
+                    py.check_signals().and_then(|()| self.progress.show(py)).inspect_err(|_| self.stop(py))?;
+                }
             }
         }
     }

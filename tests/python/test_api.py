@@ -83,6 +83,28 @@ def test_stream_equals_generate(flint: Flint) -> None:
     assert list(stream) == []
 
 
+def test_progress_of_prompts(slow_flint: Flint) -> None:
+    # The reference path takes blocks of 512, so the first call comes before any of them.
+    for start in (
+        lambda progress: slow_flint.generate([[1] * 40, [2] * 30], max_tokens=1, progress=progress),
+        lambda progress: list(slow_flint.stream([1] * 70, max_tokens=1, progress=progress)),
+    ):
+        seen: list[tuple[int, int]] = []
+        start(lambda done, total, seen=seen: seen.append((done, total)))
+        assert seen
+        assert all(done < total == 70 for done, total in seen)
+        assert sorted(seen) == seen
+
+        def stop(done: int, total: int) -> None:
+            raise RuntimeError(done, total)
+
+        with pytest.raises(RuntimeError):
+            start(stop)
+    assert slow_flint.generate([1], max_tokens=1, progress=lambda *_: None).usage.prompt_tokens == 1
+    with pytest.raises(TypeError, match="callable"):
+        slow_flint.generate([1] * 60, max_tokens=1, progress=5)  # type: ignore[call-overload]
+
+
 def test_astream_equals_stream(flint: Flint) -> None:
     async def collect() -> list[flint_rs.Event]:
         return [event async for event in flint.astream("the other", seed=5, max_tokens=20)]

@@ -19,9 +19,13 @@ import pytest
 COMMAND = [sys.executable, "-m", "flint_rs.cli"]
 
 
+# Where there is a GPU too, the results are compared with the CPU's.
+CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+
+
 def run(*arguments: object, stdin: bytes | None = b"") -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, *map(str, arguments)]
-    result = subprocess.run(command, input=stdin, capture_output=True, timeout=120, check=False)
+    result = subprocess.run(command, input=stdin, capture_output=True, timeout=120, check=False, env=CPU)
     return subprocess.CompletedProcess(command, result.returncode, result.stdout.decode(), result.stderr.decode())
 
 

@@ -102,14 +102,22 @@ impl Steps for Fake {
         self.seen.lock().unwrap().sequences = self.sequences.len();
     }
 
-    fn prefill(&mut self, id: u32, tokens: &[u32], cancel: &Cancel) -> Result<()> {
+    fn prefill(
+        &mut self,
+        id: u32,
+        tokens: &[u32],
+        progress: &mut dyn FnMut(usize, usize),
+        cancel: &Cancel,
+    ) -> Result<()> {
         assert!(self.unread.is_empty(), "a prompt before all steps were read");
         self.seen.lock().unwrap().prefills += 1;
-        for token in tokens {
+        for (done, token) in tokens.iter().enumerate() {
+            progress(done, tokens.len());
             cancel.check()?;
             self.fail()?;
             self.sequences.get_mut(&id).expect("the sequence was added").push(*token);
         }
+        progress(tokens.len(), tokens.len());
         Ok(())
     }
 
@@ -122,7 +130,7 @@ impl Steps for Fake {
     ) -> Result<()> {
         // Two rows at a time, and what is left.
         for pair in tokens.chunks(2) {
-            self.prefill(id, pair, cancel)?;
+            self.prefill(id, pair, &mut |_, _| {}, cancel)?;
             let row = |&token: &u32| (0..LOGITS as u32).map(move |v| if v == (token + 1) % VOCAB { 3.0 } else { 0.0 });
             sink(&pair.iter().flat_map(row).collect::<Vec<f32>>())?;
         }
@@ -169,6 +177,7 @@ struct Harness {
 
 struct Running {
     replies: Receiver<Result<Reply>>,
+    progress: PromptProgress,
     cancel: Cancel,
     backlog: Arc<Backlog>,
 }
@@ -189,17 +198,19 @@ impl Harness {
     fn start(&self, prompt: &[u32], params: &SamplingParams) -> Running {
         let (sender, replies) = channel();
         let (cancel, backlog) = (Cancel::default(), Arc::new(Backlog::default()));
+        let progress = PromptProgress::default();
         self.send(Work::Generate(Box::new(Request {
             prompt: prompt.to_vec(),
             params: params.clone(),
             seed: 1,
             end_token_ids: Vec::new(),
             transcript: Transcript::new(params, None, 1000 - prompt.len()).unwrap(),
+            progress: progress.clone(),
             cancel: cancel.clone(),
             replies: sender,
             backlog: Arc::clone(&backlog),
         })));
-        Running { replies, cancel, backlog }
+        Running { replies, progress, cancel, backlog }
     }
 
     fn job<T: Send + 'static>(&self, job: impl FnOnce(Result<(&mut Fake, u32)>) -> T + Send + 'static) -> T {
@@ -246,7 +257,8 @@ fn expected(prompt: &[u32], n: usize) -> Vec<u32> {
 #[test]
 fn one_row_takes_exactly_its_steps() {
     let harness = Harness::new();
-    assert_eq!(harness.start(&[7, 8, 9], &of_length(20)).finish().unwrap(), expected(&[7, 8, 9], 20));
+    let running = harness.start(&[7, 8, 9], &of_length(20));
+    assert_eq!((running.finish().unwrap(), running.progress.tokens()), (expected(&[7, 8, 9], 20), 3));
     assert_eq!(harness.start(&[7], &of_length(1)).finish().unwrap(), expected(&[7], 1));
     let seen = harness.end();
     // A length is known beforehand, so no step is wasted; a prompt of one token has nothing to read before it.
@@ -351,7 +363,7 @@ fn jobs_take_turns_with_steps() {
     running.replies.recv().unwrap().unwrap();
     let scores = harness.job(|device| {
         let (device, id) = device.unwrap();
-        score(device, id, &[10, 11, 12, 20], 2, SIZES, &Cancel::default())
+        score(device, id, &[10, 11, 12, 20], 2, SIZES, &mut |_, _| {}, &Cancel::default())
     });
     let scores = scores.unwrap();
     assert_eq!(scores.len(), 3);
@@ -368,7 +380,8 @@ fn jobs_take_turns_with_steps() {
 }
 
 fn score_of_one(harness: &Harness) -> Vec<TokenLogprobs> {
-    harness.job(|device| device.and_then(|(device, id)| score(device, id, &[1], 0, SIZES, &Cancel::default()))).unwrap()
+    let job = |(device, id): (&mut Fake, u32)| score(device, id, &[1], 0, SIZES, &mut |_, _| {}, &Cancel::default());
+    harness.job(move |device| device.and_then(job)).unwrap()
 }
 
 #[test]
@@ -378,7 +391,7 @@ fn prompt_logprobs_come_with_the_first_token() {
     let running = harness.start(&[10, 11, 30], &params);
     let first = running.replies.recv().unwrap().unwrap();
     let ranks: Vec<_> = first.prompt_logprobs.unwrap().iter().map(|score| score.chosen.rank).collect();
-    assert_eq!(ranks, [1, 31]);
+    assert_eq!((ranks, running.progress.tokens()), (vec![1, 31], 3));
     assert_eq!(first.event.token_id, expected(&[10, 11, 30], 1)[0]);
     assert!(running.replies.recv().unwrap().unwrap().prompt_logprobs.is_none());
     harness.end();
