@@ -73,7 +73,7 @@ if [[ $part != bench ]]; then
     for test in $(rust_tests); do
         run "$(basename "$test")" "$test" --ignored --test-threads=2
     done
-    run python python3 -m pytest -rs --noconftest -p no:cacheprovider -o markers=gpu "$here/test_gpu.py"
+    run python python3 -m pytest -rs -c /dev/null --rootdir "$here" --noconftest -p no:cacheprovider -o markers=gpu "$here/test_gpu.py"
     echo "$skipped tests were skipped"
 fi
 if [[ $part != tests ]]; then
