@@ -28,6 +28,9 @@ const RESERVE_BYTES: u64 = 512 << 20;
 /// A context cut to less than this is of no use: the GPU counts as too small.
 const LEAST_CONTEXT: usize = 1024;
 
+/// Tokens of a prompt that are read without a step of other sequences between them.
+const PART_TOKENS: usize = 8192;
+
 /// The thread that owns a GPU.
 pub(super) struct Cuda {
     /// Dropped to end it.
@@ -156,7 +159,8 @@ impl Cuda {
     pub fn score(&self, tokens: &[u32], top_n: usize, cancel: &Cancel) -> Result<Vec<TokenLogprobs>> {
         let (tokens, sizes) = (tokens.to_vec(), self.facts.sizes);
         self.job(cancel, move |model, id, cancel| {
-            scheduler::score(model, id, &tokens, top_n, sizes, &mut |_, _| {}, cancel)
+            let part = 0..tokens.len() - 1;
+            scheduler::score(model, id, &tokens, part, top_n, sizes, &mut |_, _| {}, cancel)
         })
     }
 
@@ -272,7 +276,7 @@ fn load(order: Order, news: &Sender<News>, cancel: &Cancel) -> Result<(GpuModel,
             kv_max_bytes: memory.kv_bytes,
             workspace_bytes: memory.workspace_bytes,
         },
-        sizes: Sizes { sequences: limits.sequences, vocab_tokens, logits: config.vocab_size },
+        sizes: Sizes { sequences: limits.sequences, vocab_tokens, logits: config.vocab_size, part_tokens: PART_TOKENS },
     };
     Ok((model, facts))
 }

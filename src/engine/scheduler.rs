@@ -3,7 +3,9 @@
 //!
 //! One step is queued ahead of the one that is read, so the device never waits for the host. A row whose text ends has
 //! one step too many on its way, which is read and dropped. Before rows change, all unread steps are read; the rows that go on
-//! start again from their last token. At most one prompt is read between two steps.
+//! start again from their last token. Prompts are read one after the other, long ones in parts with steps between them.
+
+mod prompt;
 
 use std::{
     collections::VecDeque,
@@ -16,6 +18,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use self::prompt::Reading;
+pub(super) use self::prompt::score;
 use super::{Event, PromptProgress, generation::Reply, transcript::Transcript};
 use crate::{
     cancel::Cancel,
@@ -26,6 +30,9 @@ use crate::{
 
 /// How often rows that wait for their readers are looked at when there is nothing else to do.
 const POLL: Duration = Duration::from_millis(5);
+
+/// Steps of the other rows between two parts of a prompt: few, since a part is read at many times their speed.
+const STEPS_A_PART: usize = 4;
 
 /// What the loop needs of a device; [`crate::gpu::GpuModel`] documents each.
 pub(super) trait Steps {
@@ -126,6 +133,8 @@ pub(super) struct Sizes {
     pub vocab_tokens: usize,
     /// Logits of a row.
     pub logits: usize,
+    /// Tokens of a prompt that are read without a step between them.
+    pub part_tokens: usize,
 }
 
 /// See the module.
@@ -134,6 +143,10 @@ pub(super) struct Scheduler<S: Steps> {
     inbox: Receiver<Work<S>>,
     sizes: Sizes,
     waiting: VecDeque<Work<S>>,
+    /// The prompt that is being read.
+    reading: Option<Reading<S::Id>>,
+    /// Steps that the rows are to have before more of a prompt is read.
+    owed_steps: usize,
     /// With a sequence, but not in the steps: new ones, and those whose reader is behind.
     aside: Vec<Row<S::Id>>,
     /// In the order of the steps' rows.
@@ -155,7 +168,17 @@ struct Row<I> {
 
 impl<S: Steps> Scheduler<S> {
     pub fn new(device: S, inbox: Receiver<Work<S>>, sizes: Sizes) -> Self {
-        Self { device, inbox, sizes, waiting: VecDeque::new(), aside: Vec::new(), rows: Vec::new(), broken: None }
+        Self {
+            device,
+            inbox,
+            sizes,
+            waiting: VecDeque::new(),
+            reading: None,
+            owed_steps: 0,
+            aside: Vec::new(),
+            rows: Vec::new(),
+            broken: None,
+        }
     }
 
     /// Works until everyone who could ask for something is gone.
@@ -163,8 +186,7 @@ impl<S: Steps> Scheduler<S> {
         while self.receive() {
             self.turn();
         }
-        self.rows.append(&mut self.aside);
-        self.end_rows(&Error::Closed);
+        self.end_all(&Error::Closed);
     }
 
     /// Takes what has come; waits for it when there is nothing to do.
@@ -199,15 +221,28 @@ impl<S: Steps> Scheduler<S> {
         }
     }
 
-    /// Whether a row has to leave or can join.
+    /// Whether a row has to leave, or something can come in.
     fn is_due(&self) -> bool {
         self.rows.iter().any(|row| row.is_over() || row.request.backlog.is_full())
             || self.aside.iter().any(|row| row.is_over() || row.request.backlog.has_room())
-            || !self.waiting.is_empty() && (self.has_room() || self.broken.is_some())
+            || match &self.reading {
+                Some(reading) => self.can_read(reading),
+                None => !self.waiting.is_empty() && self.can_admit(),
+            }
     }
 
-    fn has_room(&self) -> bool {
-        self.rows.len() + self.aside.len() < self.sizes.sequences
+    /// Whether rows have had the steps that they are owed.
+    fn is_free(&self) -> bool {
+        self.owed_steps == 0 || self.rows.is_empty()
+    }
+
+    fn can_read(&self, reading: &Reading<S::Id>) -> bool {
+        self.is_free() || reading.request.cancel.is_cancelled()
+    }
+
+    fn can_admit(&self) -> bool {
+        let has_room = self.rows.len() + self.aside.len() < self.sizes.sequences;
+        has_room && self.is_free() || self.broken.is_some()
     }
 
     fn step(&mut self) -> Result<()> {
@@ -219,6 +254,7 @@ impl<S: Steps> Scheduler<S> {
         if self.rows.iter().all(|row| row.request.transcript.room() > unread) {
             self.device.continue_decode()?;
         }
+        self.owed_steps = self.owed_steps.saturating_sub(1);
         self.read()
     }
 
@@ -247,8 +283,10 @@ impl<S: Steps> Scheduler<S> {
         for row in mem::take(&mut self.aside) {
             if row.is_over() { self.remove(&row) } else { self.aside.push(row) }
         }
-        if self.has_room() || self.broken.is_some() {
-            self.admit();
+        match self.reading.take() {
+            Some(reading) if self.can_read(&reading) => self.read_part(reading),
+            None if self.can_admit() => self.admit(),
+            reading => self.reading = reading,
         }
         let (joining, aside) = mem::take(&mut self.aside).into_iter().partition(|row| row.request.backlog.has_room());
         self.rows.extend::<Vec<_>>(joining);
@@ -274,17 +312,12 @@ impl<S: Steps> Scheduler<S> {
             (Some(Work::Generate(request)), Some(error)) => request.refuse(error.again()),
             (Some(Work::Job(job)), Some(error)) => job(Err(error.again())),
             (Some(Work::Generate(request)), None) => {
-                let since = Instant::now();
-                match self.read_prompt(&request) {
-                    Ok((id, prompt_logprobs)) => {
-                        let request = *request;
-                        let row = Row { id, request, output: Vec::new(), prompt_logprobs, since, ended: false };
-                        self.aside.push(row);
-                    }
-                    Err(error) => {
-                        request.refuse(error);
-                        self.check_device();
-                    }
+                if request.cancel.is_cancelled() {
+                    return request.refuse(Error::Cancelled);
+                }
+                match self.device.add_sequence() {
+                    Ok(id) => self.read_part(Reading::new(id, *request)),
+                    Err(error) => request.refuse(error),
                 }
             }
             (Some(Work::Job(job)), None) => {
@@ -300,28 +333,21 @@ impl<S: Steps> Scheduler<S> {
         }
     }
 
-    /// Gives the prompt a sequence and reads all of it but the last token.
-    fn read_prompt(&mut self, request: &Request) -> Result<(S::Id, Option<Vec<TokenLogprobs>>)> {
-        request.cancel.check()?;
-        let (prompt, cancel) = (request.prompt.as_slice(), &request.cancel);
-        let before = &prompt[..prompt.len() - 1];
-        let id = self.device.add_sequence()?;
-        let mut last = 0;
-        let mut progress = |done: usize, _| request.progress.add(done - mem::replace(&mut last, done));
-        let read = match request.params.prompt_logprobs {
-            Some(top_n) => score(&mut self.device, id, prompt, top_n, self.sizes, &mut progress, cancel).map(Some),
-            None if before.is_empty() => Ok(None),
-            None => self.device.prefill(id, before, &mut progress, cancel).map(|()| None),
-        };
-        match read {
-            Ok(prompt_logprobs) => {
-                // The last token is read by the first step.
-                request.progress.add(1);
-                Ok((id, prompt_logprobs))
+    /// Reads the next part of a prompt.
+    fn read_part(&mut self, mut reading: Reading<S::Id>) {
+        match reading.advance(&mut self.device, self.sizes) {
+            Ok(tokens) => {
+                self.owed_steps = tokens * STEPS_A_PART / self.sizes.part_tokens;
+                if reading.is_whole() {
+                    self.aside.push(reading.finish());
+                } else {
+                    self.reading = Some(reading);
+                }
             }
             Err(error) => {
-                self.device.remove_sequence(id);
-                Err(error)
+                self.device.remove_sequence(reading.id);
+                reading.request.refuse(error);
+                self.check_device();
             }
         }
     }
@@ -346,9 +372,17 @@ impl<S: Steps> Scheduler<S> {
     /// After an error: when the device itself is broken, everything ends, now and later.
     fn check_device(&mut self) {
         if let Err(error) = self.device.check() {
-            self.rows.append(&mut self.aside);
-            self.end_rows(&error);
+            self.end_all(&error);
             self.broken = Some(error);
+        }
+    }
+
+    fn end_all(&mut self, error: &Error) {
+        self.rows.append(&mut self.aside);
+        self.end_rows(error);
+        if let Some(reading) = self.reading.take() {
+            self.device.remove_sequence(reading.id);
+            reading.request.refuse(error.again());
         }
     }
 }
@@ -397,33 +431,6 @@ impl<I> Row<I> {
         let event = Event { token_id: sampled.token_id, text, logprobs: sampled.logprobs, finish_reason };
         Ok(Reply { event, prompt_logprobs: self.prompt_logprobs.take(), time, at: now })
     }
-}
-
-/// Log-probabilities of each token after the first, given those before it; reads all of them but the last.
-pub(super) fn score<S: Steps>(
-    device: &mut S,
-    id: S::Id,
-    tokens: &[u32],
-    top_n: usize,
-    sizes: Sizes,
-    progress: &mut dyn FnMut(usize, usize),
-    cancel: &Cancel,
-) -> Result<Vec<TokenLogprobs>> {
-    let mut scores = Vec::with_capacity(tokens.len() - 1);
-    let before = &tokens[..tokens.len() - 1];
-    if before.is_empty() {
-        return Ok(scores);
-    }
-    let mut sink = |logits: &[f32]| {
-        for row in logits.chunks_exact(sizes.logits) {
-            let next = tokens[scores.len() + 1];
-            scores.push(TokenLogprobs::new(&row[..sizes.vocab_tokens], next, top_n)?);
-        }
-        progress(scores.len(), before.len());
-        cancel.check()
-    };
-    device.prompt_logits(id, before, &mut sink, cancel)?;
-    Ok(scores)
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use crate::{
 const VOCAB: u32 = 50;
 /// Logits of a row: more than there are tokens, as in a model whose embedding is padded.
 const LOGITS: usize = 64;
-const SIZES: Sizes = Sizes { sequences: 3, vocab_tokens: VOCAB as usize, logits: LOGITS };
+const SIZES: Sizes = Sizes { sequences: 3, vocab_tokens: VOCAB as usize, logits: LOGITS, part_tokens: 100 };
 
 /// Longer than any test waits: such a row ends when the test says so.
 const ENDLESS: usize = 1 << 30;
@@ -373,7 +373,7 @@ fn jobs_take_turns_with_steps() {
     running.replies.recv().unwrap().unwrap();
     let scores = harness.job(|device| {
         let (device, id) = device.unwrap();
-        score(device, id, &[10, 11, 12, 20], 2, SIZES, &mut |_, _| {}, &Cancel::default())
+        score(device, id, &[10, 11, 12, 20], 0..3, 2, SIZES, &mut |_, _| {}, &Cancel::default())
     });
     let scores = scores.unwrap();
     assert_eq!(scores.len(), 3);
@@ -390,7 +390,8 @@ fn jobs_take_turns_with_steps() {
 }
 
 fn score_of_one(harness: &Harness) -> Vec<TokenLogprobs> {
-    let job = |(device, id): (&mut Fake, u32)| score(device, id, &[1], 0, SIZES, &mut |_, _| {}, &Cancel::default());
+    let job =
+        |(device, id): (&mut Fake, u32)| score(device, id, &[1], 0..0, 0, SIZES, &mut |_, _| {}, &Cancel::default());
     harness.job(move |device| device.and_then(job)).unwrap()
 }
 
@@ -472,4 +473,38 @@ fn a_cancelled_row_is_gone_after_the_next_turn() {
     drop(rows);
     turn();
     assert_eq!(turn().1, 0);
+}
+
+#[test]
+fn other_rows_have_steps_between_the_parts_of_a_long_prompt() {
+    let harness = Harness::new();
+    let running = harness.start(&[5], &of_length(ENDLESS));
+    running.replies.recv().unwrap().unwrap();
+    let prompt: Vec<u32> = (0..950).map(|i| i * 7 % VOCAB).collect();
+    let before = harness.seen.lock().unwrap().steps;
+    let params = SamplingParams { prompt_logprobs: Some(0), ..of_length(3) };
+    let long = [harness.start(&prompt, &of_length(3)), harness.start(&prompt, &params)];
+    for long in &long {
+        let first = long.replies.recv().unwrap().unwrap();
+        assert_eq!(first.event.token_id, expected(&prompt, 1)[0]);
+        if let Some(scores) = first.prompt_logprobs {
+            let found: Vec<_> = scores.iter().map(|score| score.chosen.token_id).collect();
+            assert_eq!(found, prompt[1..]);
+        }
+        assert_eq!(long.progress.tokens(), 950);
+    }
+    let steps = harness.seen.lock().unwrap().steps - before;
+    // Two prompts of ten parts.
+    assert!(steps >= 18 * STEPS_A_PART, "{steps} steps");
+    let tokens: Vec<_> = running.replies.try_iter().map(|reply| reply.unwrap().event.token_id).collect();
+    assert_eq!(tokens, expected(&[5], tokens.len() + 1)[1..]);
+    // One that is cancelled on the way.
+    let cancelled = harness.start(&prompt, &of_length(ENDLESS));
+    while cancelled.progress.tokens() == 0 {
+        thread::yield_now();
+    }
+    cancelled.cancel.cancel();
+    assert!(matches!(cancelled.finish(), Err(Error::Cancelled)));
+    drop(running);
+    assert_eq!(harness.end().sequences, 0);
 }
