@@ -9,7 +9,7 @@ use std::{
 use super::{
     LoadOptions, Memory, Origin,
     generation::wait,
-    scheduler::{self, Request, Scheduler, Sizes, Steps, Work},
+    scheduler::{Request, Scheduler, Sizes, Steps, Work, prompt},
 };
 use crate::{
     cancel::Cancel,
@@ -160,7 +160,7 @@ impl Cuda {
         let (tokens, sizes) = (tokens.to_vec(), self.facts.sizes);
         self.job(cancel, move |model, id, cancel| {
             let part = 0..tokens.len() - 1;
-            scheduler::score(model, id, &tokens, part, top_n, sizes, &mut |_, _| {}, cancel)
+            prompt::score(model, id, &tokens, part, top_n, sizes, &mut |_, _| {}, cancel)
         })
     }
 

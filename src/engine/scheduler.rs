@@ -5,7 +5,7 @@
 //! one step too many on its way, which is read and dropped. Before rows change, all unread steps are read; the rows that go on
 //! start again from their last token. Prompts are read one after the other, long ones in parts with steps between them.
 
-mod prompt;
+pub(super) mod prompt;
 
 use std::{
     collections::VecDeque,
@@ -19,7 +19,6 @@ use std::{
 };
 
 use self::prompt::Reading;
-pub(super) use self::prompt::score;
 use super::{Event, PromptProgress, generation::Reply, transcript::Transcript};
 use crate::{
     cancel::Cancel,

@@ -68,7 +68,7 @@ impl Shown<'_> {
 
 /// Reads `tokens[part]` and returns the log-probability of each token that follows one of them, given all before it.
 #[allow(clippy::too_many_arguments, reason = "a text, what to say of it, and who is told")]
-pub(in crate::engine) fn score<S: Steps>(
+pub fn score<S: Steps>(
     device: &mut S,
     id: S::Id,
     tokens: &[u32],

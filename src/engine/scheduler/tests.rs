@@ -9,7 +9,7 @@ use std::{
     thread,
 };
 
-use super::*;
+use super::{prompt::score, *};
 use crate::{
     kernels::{SAMPLE_RECORD_WORDS, SampleRecord},
     plan::TOKEN_RING,
