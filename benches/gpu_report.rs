@@ -35,7 +35,7 @@ mod report {
         config::FlintConfig,
         gpu::{Call, Device, GpuModel, IMAGES, RunOptions, SequenceId, Source},
         kernels::{SYNTHETIC_BF16, SampleStart, SyntheticArgs, synthetic_launch},
-        plan::{CHUNK_TOKENS, Ending, Limits, Operation, Step, Totals},
+        plan::{CHUNK_TOKENS, Ending, Limits, Operation, Step, TOKEN_RING, Totals},
         sampling::SamplingParams,
     };
 
@@ -46,10 +46,10 @@ mod report {
     /// Replays that are timed together, and how often.
     const REPLAYS: usize = 20;
     const SAMPLES: usize = 11;
-    /// Steps of the decode loop before and while it is timed. They need room behind the context.
+    /// Steps of the decode loop before and while it is timed, in each of its two manners. They need room behind the context.
     const WARM_UP: usize = 16;
     const TOKENS: usize = 128;
-    const ROOM: usize = WARM_UP + TOKENS + 8;
+    const ROOM: usize = WARM_UP + 2 * TOKENS + 16;
 
     pub(crate) type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
@@ -253,24 +253,40 @@ mod report {
         Ok(samples[samples.len() / 2])
     }
 
-    /// The decode loop as an engine runs it: tokens reach the host one step behind.
+    /// The decode loop as an engine runs it, the host one step behind; and with as many steps queued as there may be, so that
+    /// the host is never late. The difference is what the device idles between two steps.
     fn decode(model: &mut GpuModel, table: &mut Table, context: usize, rows: &[(SequenceId, u32)]) -> Result<()> {
         let params = SamplingParams::default();
         let vocab = model.plan().limits().vocab_tokens;
         let start = SampleStart::new(&params, 7, [&[], &[]], &[], vocab, 0)?;
         let rows: Vec<_> = rows.iter().map(|&(id, token)| (id, token, &start)).collect();
         model.begin_decode(&rows)?;
-        let mut start = Instant::now();
-        for step in 0..WARM_UP + TOKENS {
-            if step == WARM_UP {
-                start = Instant::now();
-            }
-            model.continue_decode()?;
+        let read = |model: &mut GpuModel| -> Result<()> {
             for record in model.read_step()?.ok_or("a step is on its way")? {
-                record.sampled(&params, step)?;
+                record.sampled(&params, 0)?;
             }
-        }
-        let us = start.elapsed().as_secs_f64() * 1e6 / TOKENS as f64;
+            Ok(())
+        };
+        // Microseconds of each of `steps` steps while `ahead` more are queued.
+        let mut timed = |ahead: usize, steps: usize| -> Result<f64> {
+            while model.unread_steps() < ahead {
+                model.continue_decode()?;
+            }
+            while model.unread_steps() > ahead {
+                read(model)?;
+            }
+            let start = Instant::now();
+            for _ in 0..steps {
+                model.continue_decode()?;
+                read(model)?;
+            }
+            Ok(start.elapsed().as_secs_f64() * 1e6 / steps as f64)
+        };
+        timed(1, WARM_UP)?;
+        // The context grows meanwhile; both have the same in the mean.
+        let before = timed(1, TOKENS / 2)?;
+        let busy = timed(TOKEN_RING - 1, TOKENS)?;
+        let us = before.midpoint(timed(1, TOKENS / 2)?);
         while model.read_step()?.is_some() {}
         let steps: Vec<Step> = model
             .calls(&vec![context as u32 - 1; rows.len()], Ending::Token)?
@@ -278,6 +294,7 @@ mod report {
             .map(|(step, _)| step)
             .collect();
         let totals = Totals::of(&steps);
-        table.row(context, rows.len(), "end_to_end", "all", totals.kernels, us, totals.bytes)
+        table.row(context, rows.len(), "end_to_end", "all", totals.kernels, us, totals.bytes)?;
+        table.row(context, rows.len(), "host_gap", "all", 0, us - busy, 0)
     }
 }

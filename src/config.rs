@@ -120,6 +120,14 @@ impl FlintConfig {
         }
     }
 
+    /// The published model with the keys of `dims`, a JSON object as in a config.json, in place of its own. Kinds of layers
+    /// that it does not name follow Flint's rule.
+    ///
+    /// Errors: [`Error::Value`] naming the key.
+    pub fn flint_with(dims: &str) -> Result<Self> {
+        json_keys::read_over(&Self::flint(49, 150_144), dims)
+    }
+
     /// Reads and validates the configuration of a checkpoint: `general.architecture` and `flint.*` of a GGUF, or
     /// config.json as transformers and Recursive write it.
     pub fn from_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {

@@ -1,44 +1,47 @@
 //! A loaded Flint and what it does for a caller: generate token by token, score text, return logits. The public Rust
 //! API; Python and the command line convert to and from it.
 
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(not(feature = "cuda"))]
+#[path = "engine/no_cuda.rs"]
+mod cuda;
+mod generation;
+mod options;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "it drives a GPU"))]
+mod scheduler;
+mod transcript;
+
+pub use self::{
+    cuda::DeviceLogits,
+    generation::{Generation, PromptProgress},
+    options::{DeviceChoice, LoadOptions, Synthetic},
+};
+
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
 
+use self::cuda::Cuda;
 use crate::{
     cancel::Cancel,
-    checkpoint::Checkpoint,
+    checkpoint::{Checkpoint, DType},
     config::FlintConfig,
-    cpu::{self, CpuModel, Kv, Positions, Precision},
+    cpu::{CpuModel, Positions},
     error::{Error, Result},
-    sampling::{Sampler, SamplingParams, TokenLogprobs},
-    stop::{Finish, StopMatcher, StopRules},
-    tokenizer::{Decoder, Tokenizer},
-    weights::Weights,
+    sampling::{SamplingParams, TokenLogprobs},
+    tokenizer::Tokenizer,
 };
-
-/// Positions whose logits are held at once when a whole text is scored: bounds the memory, `[SCORE_TOKENS, V]` fp32.
-const SCORE_TOKENS: usize = 128;
-
-/// How to load a checkpoint.
-#[derive(Clone, Copy, Debug)]
-pub struct LoadOptions {
-    /// Which code computes.
-    pub path: cpu::Path,
-    /// Rounding of activations.
-    pub precision: Precision,
-    /// Threads; `None` takes one a core.
-    pub threads: Option<usize>,
-}
 
 /// Bytes of memory, by what holds them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
-    /// Weights: mapped from the file, or held where the file's form had to be rearranged.
+    /// Weights: mapped from the file, or held where the file's form had to be rearranged; on a GPU as packed there.
     pub weights_bytes: usize,
-    /// KV cache of one sequence at the full context length.
+    /// KV cache of one sequence at the full context length; on a GPU of all sequences, set aside when it loads.
     pub kv_max_bytes: usize,
     /// The most that one forward call holds beside weights and KV.
     pub workspace_bytes: usize,
@@ -66,17 +69,34 @@ pub struct Event {
     pub finish_reason: Option<FinishReason>,
 }
 
-/// A checkpoint bound to a backend. Shared by threads: each generation owns its own state.
+/// A Flint bound to a backend. Shared by threads: each generation owns its own state.
 pub struct Engine {
-    path: PathBuf,
-    model: CpuModel,
-    tokenizer: Arc<Tokenizer>,
+    path: Option<PathBuf>,
+    config: FlintConfig,
+    tokenizer: Option<Arc<Tokenizer>>,
+    backend: Backend,
+    context_tokens: usize,
+    device: String,
     load_time: Duration,
+}
+
+enum Backend {
+    Cpu(CpuModel),
+    Cuda(Cuda),
+}
+
+/// Where weights come from.
+#[derive(Clone)]
+enum Origin {
+    File(Arc<Checkpoint>),
+    Made { seed: u64, dtype: DType },
 }
 
 impl Engine {
     /// Opens `path` (a GGUF file or a safetensors folder), checks it whole and prepares the backend. `progress` gets
-    /// (bytes checked, bytes in all) now and then, from the calling thread.
+    /// (bytes done, bytes in all) now and then, from the calling thread.
+    ///
+    /// Errors: [`Error::Unavailable`] and [`Error::Device`] when [`DeviceChoice::Cuda`] was asked for and no GPU can do it.
     pub fn load(
         path: &Path,
         options: LoadOptions,
@@ -84,9 +104,9 @@ impl Engine {
         cancel: &Cancel,
     ) -> Result<Arc<Self>> {
         let start = Instant::now();
-        let checkpoint = Checkpoint::open(path)?;
+        let checkpoint = Arc::new(Checkpoint::open(path)?);
         let config = FlintConfig::from_checkpoint(&checkpoint)?;
-        let tokenizer = Arc::new(Tokenizer::from_checkpoint(&checkpoint)?);
+        let tokenizer = Tokenizer::from_checkpoint(&checkpoint)?;
         if tokenizer.vocab_size() > config.vocab_size {
             return Err(Error::format(
                 path,
@@ -95,27 +115,109 @@ impl Engine {
                 format!("{} tokens", tokenizer.vocab_size()),
             ));
         }
-        let weights = Weights::bind(&checkpoint, config, progress, cancel)?;
-        let model = CpuModel::new(
-            Arc::new(weights),
-            cpu::Options { precision: options.precision, path: options.path, threads: options.threads },
-        )?;
-        Ok(Arc::new(Self { path: path.to_path_buf(), model, tokenizer, load_time: start.elapsed() }))
+        let mut engine = Self::new(&Origin::File(checkpoint), config, Some(tokenizer), options, progress, cancel)?;
+        engine.path = Some(path.to_path_buf());
+        engine.load_time = start.elapsed();
+        Ok(Arc::new(engine))
     }
 
-    /// Where the checkpoint was read from.
-    pub fn path(&self) -> &Path {
-        &self.path
+    /// Random weights of any size, made where they are to be used: for benches and tests of speed. It has no tokenizer.
+    ///
+    /// Errors: as [`Self::load`]; [`Error::Unavailable`] when this machine's memory does not hold them.
+    pub fn synthetic(
+        model: Synthetic,
+        options: LoadOptions,
+        progress: &mut dyn FnMut(u64, u64),
+        cancel: &Cancel,
+    ) -> Result<Arc<Self>> {
+        let start = Instant::now();
+        let origin = Origin::Made { seed: model.seed, dtype: model.dtype };
+        let mut engine = Self::new(&origin, model.config, None, options, progress, cancel)?;
+        engine.load_time = start.elapsed();
+        Ok(Arc::new(engine))
+    }
+
+    fn new(
+        origin: &Origin,
+        config: FlintConfig,
+        tokenizer: Option<Tokenizer>,
+        options: LoadOptions,
+        progress: &mut dyn FnMut(u64, u64),
+        cancel: &Cancel,
+    ) -> Result<Self> {
+        options.check(&config)?;
+        let vocab_tokens = tokenizer.as_ref().map_or(config.vocab_size, Tokenizer::vocab_size);
+        let (backend, device) = match options.device {
+            DeviceChoice::Cpu | DeviceChoice::Reference => {
+                let model = cpu::load(origin, &config, options, progress, cancel)?;
+                (Backend::Cpu(model), format!("device {}", options.device))
+            }
+            DeviceChoice::Auto | DeviceChoice::Cuda => {
+                match Cuda::start(origin, &config, vocab_tokens, options, progress, cancel) {
+                    Ok(cuda) => {
+                        let device = format!("device cuda: {}", cuda.facts().text);
+                        (Backend::Cuda(cuda), device)
+                    }
+                    // Whatever keeps a GPU from being used, and nothing that is wrong with the request or the file.
+                    Err(why @ (Error::Unavailable { .. } | Error::Device { .. }))
+                        if options.device == DeviceChoice::Auto =>
+                    {
+                        let model = cpu::load(origin, &config, options, progress, cancel)?;
+                        (Backend::Cpu(model), format!("device cpu: {why}"))
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        };
+        let context_tokens = match &backend {
+            Backend::Cuda(cuda) => cuda.facts().context_tokens,
+            Backend::Cpu(_) => options.context_tokens.unwrap_or(config.context_length),
+        };
+        let tokenizer = tokenizer.map(Arc::new);
+        Ok(Self { path: None, config, tokenizer, backend, context_tokens, device, load_time: Duration::ZERO })
+    }
+
+    /// Where the checkpoint was read from; none for [`Self::synthetic`].
+    pub fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
     }
 
     /// The dimensions.
     pub fn config(&self) -> &FlintConfig {
-        self.model.config()
+        &self.config
     }
 
-    /// The checkpoint's tokenizer.
-    pub fn tokenizer(&self) -> &Tokenizer {
-        &self.tokenizer
+    /// Most tokens of a sequence: the model's context length, or less by the request or by the GPU's memory.
+    pub fn context_tokens(&self) -> usize {
+        self.context_tokens
+    }
+
+    /// What computes, and for a choice that was left to us, why: one line for a person.
+    pub fn device(&self) -> &str {
+        &self.device
+    }
+
+    /// Whether several generations of this engine run in one step, so that it pays to start them together.
+    pub fn runs_together(&self) -> bool {
+        matches!(self.backend, Backend::Cuda(_))
+    }
+
+    /// The checkpoint's tokenizer. Errors: [`Error::Unavailable`] for [`Self::synthetic`], which has none.
+    pub fn tokenizer(&self) -> Result<&Tokenizer> {
+        self.tokenizer.as_deref().ok_or_else(|| Error::Unavailable {
+            what: "text".into(),
+            why: "a synthetic model has no tokenizer; give and take token ids".into(),
+        })
+    }
+
+    /// Tokens that a prompt may hold and an output will.
+    pub fn vocab_tokens(&self) -> usize {
+        self.tokenizer.as_ref().map_or(self.config.vocab_size, |tokenizer| tokenizer.vocab_size())
+    }
+
+    /// Ids that end a turn, ascending.
+    pub fn end_token_ids(&self) -> &[u32] {
+        self.tokenizer.as_ref().map_or(&[], |tokenizer| tokenizer.end_token_ids())
     }
 
     /// From opening the file to ready.
@@ -125,209 +227,74 @@ impl Engine {
 
     /// What is held, and what a full sequence would add.
     pub fn memory(&self) -> Memory {
-        Memory {
-            weights_bytes: self.model.weights().bytes(),
-            kv_max_bytes: self.model.kv_bytes_at(self.config().context_length),
-            workspace_bytes: self.model.workspace_bytes(),
+        match &self.backend {
+            Backend::Cpu(model) => Memory {
+                weights_bytes: model.weights().bytes(),
+                kv_max_bytes: model.kv_bytes_at(self.context_tokens),
+                workspace_bytes: model.workspace_bytes(),
+            },
+            Backend::Cuda(cuda) => cuda.facts().memory,
         }
     }
 
-    /// Starts to generate after `prompt`. Nothing is computed before the first `next`.
+    /// Starts to generate after `prompt`. On the CPU nothing is computed before the first `next`; on a GPU the request goes
+    /// into its queue at once. `progress` counts the prompt's tokens as they are read; several generations may share one.
     ///
     /// Errors: [`Error::Value`] naming the field of `params`, or the prompt when it is empty, holds an unknown id, or
     /// leaves no room for a token.
-    pub fn generate(self: &Arc<Self>, prompt: Vec<u32>, params: &SamplingParams, cancel: Cancel) -> Result<Generation> {
-        self.check_tokens("prompt", &prompt)?;
-        let sampler = Sampler::new(params, &prompt, self.tokenizer.end_token_ids(), self.tokenizer.vocab_size())?;
-        // The last token is never fed back, so a sequence may end one token past the last position.
-        let room = self.config().context_length + 1 - prompt.len();
-        Ok(Generation {
-            rules: StopRules::new(params, self.tokenizer.end_token_ids(), room),
-            kv: self.model.new_kv(),
-            decoder: Decoder::new(Arc::clone(&self.tokenizer), false),
-            stop: StopMatcher::new(&params.stop, params.include_stop_str_in_output),
-            sampler,
-            prompt_top_n: params.prompt_logprobs,
-            pending: prompt,
-            state: State::Prefill,
-            generated: 0,
-            prompt_logprobs: None,
-            prefill_time: Duration::ZERO,
-            decode_time: Duration::ZERO,
-            cancel,
-            engine: Arc::clone(self),
-        })
+    pub fn generate(
+        self: &Arc<Self>,
+        prompt: Vec<u32>,
+        params: &SamplingParams,
+        progress: &PromptProgress,
+        cancel: &Cancel,
+    ) -> Result<Generation> {
+        Generation::start(self, prompt, params, progress, cancel)
     }
 
     /// Logits after each of `tokens`, `[T, V]` in fp32.
     pub fn logits(&self, tokens: &[u32], cancel: &Cancel) -> Result<Vec<f32>> {
         self.check_tokens("token_ids", tokens)?;
-        self.model.forward(&mut self.model.new_kv(), tokens, Positions::All, cancel)
+        match &self.backend {
+            Backend::Cpu(model) => model.forward(&mut model.new_kv(), tokens, Positions::All, cancel),
+            Backend::Cuda(cuda) => cuda.logits(tokens, cancel),
+        }
+    }
+
+    /// The same in the GPU's memory. Errors: [`Error::Value`] without a GPU.
+    pub fn logits_on_device(&self, tokens: &[u32], cancel: &Cancel) -> Result<DeviceLogits> {
+        self.check_tokens("token_ids", tokens)?;
+        match &self.backend {
+            Backend::Cpu(_) => Err(Error::value("on_device", "True on the CPU", "False, or device cuda")),
+            Backend::Cuda(cuda) => cuda.logits_on_device(tokens, cancel),
+        }
     }
 
     /// Log-probabilities of each token after the first, given those before it: `T - 1` entries.
     pub fn score(&self, tokens: &[u32], top_n: usize, cancel: &Cancel) -> Result<Vec<TokenLogprobs>> {
         self.check_tokens("token_ids", tokens)?;
-        let mut kv = self.model.new_kv();
-        self.score_into(&mut kv, tokens, top_n, cancel).map(|(scores, _)| scores)
-    }
-
-    /// Feeds `tokens` to `kv`; returns the scores of all but the first, and the logits after the last.
-    fn score_into(
-        &self,
-        kv: &mut Kv,
-        tokens: &[u32],
-        top_n: usize,
-        cancel: &Cancel,
-    ) -> Result<(Vec<TokenLogprobs>, Vec<f32>)> {
-        let vocab = self.config().vocab_size;
-        let mut scores = Vec::with_capacity(tokens.len().saturating_sub(1));
-        let mut last = Vec::new();
-        for (chunk, start) in tokens.chunks(SCORE_TOKENS).zip((0..).step_by(SCORE_TOKENS)) {
-            let logits = self.model.forward(kv, chunk, Positions::All, cancel)?;
-            for (row, &next) in logits.chunks_exact(vocab).zip(&tokens[start + 1..]) {
-                scores.push(TokenLogprobs::new(&row[..self.tokenizer.vocab_size()], next, top_n)?);
+        match &self.backend {
+            Backend::Cpu(model) => {
+                let (kv, vocab) = (&mut model.new_kv(), self.vocab_tokens());
+                cpu::score(model, kv, tokens, vocab, top_n, &PromptProgress::default(), cancel).map(|(all, _)| all)
             }
-            last = logits[logits.len() - vocab..].to_vec();
+            Backend::Cuda(cuda) => cuda.score(tokens, top_n, cancel),
         }
-        Ok((scores, last))
     }
 
     /// [`Error::Value`] naming `field` unless `tokens` can be read: not empty, no more than the context, all known.
     pub fn check_tokens(&self, field: &str, tokens: &[u32]) -> Result<()> {
-        let context = self.config().context_length;
+        let context = self.context_tokens;
         if tokens.is_empty() || tokens.len() > context {
             let accepted = format!("1 to {context} tokens");
             return Err(Error::value(field, format!("{} tokens", tokens.len()), accepted));
         }
-        let vocab = self.tokenizer.vocab_size();
+        let vocab = self.vocab_tokens();
         match tokens.iter().position(|&id| id as usize >= vocab) {
             Some(at) => {
                 Err(Error::value(format!("{field}[{at}]"), tokens[at].to_string(), format!("a token id below {vocab}")))
             }
             None => Ok(()),
         }
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    Prefill,
-    Decode,
-    Done,
-}
-
-/// One running generation: an iterator of [`Event`]s. Dropping it ends the work. After an error it is over.
-pub struct Generation {
-    engine: Arc<Engine>,
-    cancel: Cancel,
-    kv: Kv,
-    sampler: Sampler,
-    decoder: Decoder<Arc<Tokenizer>>,
-    rules: StopRules,
-    stop: StopMatcher,
-    /// Most likely tokens to report for each position of the prompt, if it is to be scored.
-    prompt_top_n: Option<usize>,
-    /// Tokens that the model has not read yet: the prompt, then the token chosen last.
-    pending: Vec<u32>,
-    state: State,
-    generated: usize,
-    prompt_logprobs: Option<Vec<TokenLogprobs>>,
-    prefill_time: Duration,
-    decode_time: Duration,
-}
-
-impl Generation {
-    /// The seed in use.
-    pub fn seed(&self) -> u64 {
-        self.sampler.seed()
-    }
-
-    /// Scores of the prompt's tokens after the first, once the first event is out, if they were asked for.
-    pub fn prompt_logprobs(&self) -> Option<&[TokenLogprobs]> {
-        self.prompt_logprobs.as_deref()
-    }
-
-    /// Time from the first `next` to the first token.
-    pub fn prefill_time(&self) -> Duration {
-        self.prefill_time
-    }
-
-    /// Time spent on all later tokens.
-    pub fn decode_time(&self) -> Duration {
-        self.decode_time
-    }
-
-    /// Bytes of KV cache held now.
-    pub fn kv_bytes(&self) -> usize {
-        self.kv.bytes()
-    }
-
-    fn step(&mut self) -> Result<Event> {
-        let start = Instant::now();
-        let logits = self.read_pending()?;
-        let sampled = self.sampler.sample(&logits[..self.engine.tokenizer.vocab_size()])?;
-        self.pending = vec![sampled.token_id];
-        self.generated += 1;
-        let (text, finish_reason) = self.advance_text(sampled.token_id)?;
-        match self.state {
-            State::Prefill => self.prefill_time = start.elapsed(),
-            _ => self.decode_time += start.elapsed(),
-        }
-        self.state = if finish_reason.is_some() { State::Done } else { State::Decode };
-        Ok(Event { token_id: sampled.token_id, text, logprobs: sampled.logprobs, finish_reason })
-    }
-
-    /// Runs the model over the pending tokens; returns the logits after the last.
-    fn read_pending(&mut self) -> Result<Vec<f32>> {
-        let engine = &self.engine;
-        match self.prompt_top_n {
-            Some(top_n) if self.state == State::Prefill => {
-                let (scores, last) = engine.score_into(&mut self.kv, &self.pending, top_n, &self.cancel)?;
-                self.prompt_logprobs = Some(scores);
-                Ok(last)
-            }
-            _ => engine.model.forward(&mut self.kv, &self.pending, Positions::Last, &self.cancel),
-        }
-    }
-
-    /// The text that `token_id` makes certain, and whether it is the last.
-    fn advance_text(&mut self, token_id: u32) -> Result<(String, Option<FinishReason>)> {
-        let finish = self.rules.after(token_id, self.generated);
-        let armed = self.rules.armed(self.generated);
-        // A token that ends the text is no part of it.
-        let mut piece = match finish {
-            Some(Finish::EndToken(_) | Finish::StopToken(_)) => String::new(),
-            _ => self.decoder.push(token_id)?,
-        };
-        if finish.is_some() {
-            piece.push_str(&self.decoder.finish());
-        }
-        let mut step = self.stop.push(&piece, armed);
-        let finish_reason = match finish {
-            _ if step.stop.is_some() => Some(FinishReason::Stop),
-            Some(Finish::Length) => Some(FinishReason::Length),
-            Some(_) => Some(FinishReason::Stop),
-            None => None,
-        };
-        if finish_reason.is_some() && step.stop.is_none() {
-            step.text.push_str(&self.stop.finish());
-        }
-        Ok((step.text, finish_reason))
-    }
-}
-
-impl Iterator for Generation {
-    type Item = Result<Event>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        if self.state == State::Done {
-            return None;
-        }
-        let event = self.cancel.check().and_then(|()| self.step());
-        if event.is_err() {
-            self.state = State::Done;
-        }
-        Some(event)
     }
 }

@@ -78,4 +78,21 @@ impl Error {
     pub fn value(field: impl Into<String>, found: impl Into<String>, accepted: impl Into<String>) -> Self {
         Self::Value { field: field.into(), found: found.into(), accepted: accepted.into() }
     }
+
+    /// The same error for someone else who meets it.
+    #[must_use]
+    pub fn again(&self) -> Self {
+        match self {
+            Self::Io { path, source } => {
+                let source = std::io::Error::new(source.kind(), source.to_string());
+                Self::Io { path: path.clone(), source }
+            }
+            Self::Format { file, name, expected, found } => Self::format(file, name, expected, found),
+            Self::Value { field, found, accepted } => Self::value(field, found, accepted),
+            Self::Unavailable { what, why } => Self::Unavailable { what: what.clone(), why: why.clone() },
+            Self::Device { what, why } => Self::Device { what: what.clone(), why: why.clone() },
+            Self::Cancelled => Self::Cancelled,
+            Self::Closed => Self::Closed,
+        }
+    }
 }

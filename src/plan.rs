@@ -5,6 +5,7 @@
 mod buffers;
 mod chunk;
 mod fast;
+mod fit;
 mod general;
 mod prefill;
 mod print;
@@ -14,9 +15,7 @@ use crate::{
     checkpoint::Checkpoint,
     config::{Attention, FlintConfig, LayerKind, Mlp},
     error::{Error, Result},
-    kernels::{
-        Args, DECODE_SAMPLE, DecodeSampleArgs, Kernel, Launch, SAMPLE_VOCAB_MOST, decode_sample_launch,
-    },
+    kernels::{Args, DECODE_SAMPLE, DecodeSampleArgs, Kernel, Launch, SAMPLE_VOCAB_MOST, decode_sample_launch},
     kv::{BLOCK_POSITIONS, KvBlocks, PoolLayout},
     tiles::TileFormat,
 };
@@ -24,6 +23,7 @@ use crate::{
 pub use buffers::{Buffers, Space};
 pub use chunk::{Chunk, ChunkInputs, Part};
 pub use fast::{FastLayer, FastMlp, FastWeights, Packed};
+pub use fit::fit;
 pub use general::{GeneralLayer, GeneralMlp, GeneralWeights, Stored};
 pub use print::Totals;
 pub use types::{MatrixType, Types};

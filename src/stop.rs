@@ -50,6 +50,11 @@ impl StopRules {
         (output_tokens >= self.max_tokens).then_some(Finish::Length)
     }
 
+    /// The most tokens that the text may have.
+    pub fn max_tokens(&self) -> usize {
+        self.max_tokens
+    }
+
     /// Whether token number `output_tokens` may end the text: `min_tokens` stand before it.
     pub fn armed(&self, output_tokens: usize) -> bool {
         output_tokens > self.min_tokens

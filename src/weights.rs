@@ -13,8 +13,6 @@ use std::collections::BTreeMap;
 
 use rayon::prelude::*;
 
-#[cfg(feature = "cuda")]
-pub(crate) use self::synthetic::MatrixRecipe;
 pub use self::{
     list::{ParameterCount, parameter_count},
     matrix::{Matrix, MatrixData},
@@ -23,7 +21,7 @@ pub(crate) use self::{
     list::{Shape, Spec},
     matrix::decode,
     source::Source,
-    synthetic::{Recipe, recipes},
+    synthetic::{MatrixRecipe, Recipe, recipes},
 };
 use crate::{
     cancel::Cancel,

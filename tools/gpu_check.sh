@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Runs what tools/gpu_bundle.sh built, beside this script: every GPU test, then the bench for both formats. Writes a log, and
-# CSV rows where all went well, into the folder given; more arguments go to the bench, such as --contexts 1024 --batches 1,8.
-# `--tests` and `--bench` in front run one part alone. Exit status: 0 when everything passed.
+# Runs what tools/gpu_bundle.sh built, beside this script, on a machine with a GPU and no Rust: installs the wheel into a folder
+# of its own, runs every GPU test of Rust and of Python (which needs pytest, NumPy and torch there), then the benches for both
+# formats. Writes logs, and CSV rows where all went well, into the folder given; more arguments go to the Rust bench, such as
+# --contexts 1024 --batches 1,8. In front, --tests or --bench runs one part alone, and --sanitize the kernel tests under
+# compute-sanitizer instead. Tests that were skipped are counted, each with its reason. Exit status: 0 when everything passed.
 set -uo pipefail
 
 usage() {
-    echo "usage: gpu_check.sh [--tests | --bench] OUT_FOLDER [BENCH OPTIONS]" >&2
+    echo "usage: gpu_check.sh [--tests | --bench | --sanitize] OUT_FOLDER [BENCH OPTIONS]" >&2
     exit 2
 }
 
 part=all
 case "${1:-}" in
-    --tests) part=tests; shift ;;
-    --bench) part=bench; shift ;;
+    --tests | --bench | --sanitize) part=${1#--}; shift ;;
 esac
 [[ $# -ge 1 && "$1" != -* ]] || usage
 out=$1
@@ -23,17 +24,29 @@ out=$(cd "$out" && pwd)
 # Where the tests look for the model that ships.
 cd "$here"
 failed=0
+skipped=0
 
 run() { # NAME COMMAND...: its output goes to the log of that name, and the result to the summary
     local name=$1 start=$SECONDS
     shift
     if "$@" > "$out/$name.log" 2>&1; then
-        echo "ok      $name  $((SECONDS - start)) s"
+        # What the test runners say of themselves.
+        local counts
+        counts=$(grep -hoE '[0-9]+ (passed|skipped|ignored)' "$out/$name.log" | paste -sd' ')
+        echo "ok      $name  $((SECONDS - start)) s  $counts"
     else
         echo "FAILED  $name  $((SECONDS - start)) s, see $name.log:"
         tail -n 15 "$out/$name.log"
         failed=1
     fi
+    while read -r line; do
+        echo "        $line"
+        skipped=$((skipped + $(sed -nE 's/^SKIPPED \[([0-9]+)\].*/\1/p' <<< "$line")))
+    done < <(grep '^SKIPPED \[' "$out/$name.log")
+}
+
+rust_tests() { # the test binaries
+    find "$here" -maxdepth 1 -name 'gpu_*' -type f -executable ! -name '*.*' ! -name gpu_report | sort
 }
 
 {
@@ -41,16 +54,32 @@ run() { # NAME COMMAND...: its output goes to the log of that name, and the resu
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
 } | tee "$out/machine.txt"
 
-if [[ $part != bench ]]; then
-    for test in "$here"/gpu_*; do
-        name=$(basename "$test")
-        [[ $name == gpu_report || $name == *.sh ]] && continue
-        run "$name" "$test" --ignored --test-threads=2
+if [[ $part == sanitize ]]; then
+    # Whole models take hours under it, and their kernels are those of the other tests.
+    for tool in memcheck racecheck initcheck; do
+        for test in $(rust_tests | grep -vE '/gpu_(model|load)$'); do
+            run "${tool}_$(basename "$test")" compute-sanitizer --tool "$tool" --error-exitcode 1 "$test" --ignored --test-threads=1
+        done
     done
+    exit "$failed"
+fi
+
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+run install python3 -m pip install --no-index --no-deps --target "$site" "$here"/*.whl
+export PYTHONPATH=$site
+
+if [[ $part != bench ]]; then
+    for test in $(rust_tests); do
+        run "$(basename "$test")" "$test" --ignored --test-threads=2
+    done
+    run python python3 -m pytest -rs -c /dev/null --rootdir "$here" --noconftest -p no:cacheprovider -o markers=gpu "$here/test_gpu.py"
+    echo "$skipped tests were skipped"
 fi
 if [[ $part != tests ]]; then
     for format in nvfp4 bf16; do
         run "bench_$format" "$here/gpu_report" --synthetic "$format" --date "$(date -I)" --out "$out/$format.csv" "$@"
+        run "python_$format" python3 "$here/gpu_python.py" --synthetic "$format" --out "$out/python.csv"
     done
 fi
 exit "$failed"

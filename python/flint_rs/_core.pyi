@@ -8,7 +8,7 @@ from typing import Any, Literal, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Self, Unpack, disjoint_base
+from typing_extensions import CapsuleType, Self, Unpack, disjoint_base
 
 from flint_rs._options import SamplingOptions
 
@@ -16,6 +16,7 @@ __all__ = [
     "CancelledError",
     "CheckpointError",
     "ClosedError",
+    "DeviceArray",
     "DeviceError",
     "Event",
     "FlintError",
@@ -301,6 +302,36 @@ class Stream:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
     ) -> None: ...
 
+@final
+class DeviceArray:
+    """A float32 array `[T, V]` in a GPU's memory, which lives as long as this object or anyone who took it.
+
+    `torch.from_dlpack` and `cupy.asarray` take it without a copy. Its values are complete when the object exists, so no
+    stream has to wait for another. It may outlive the `Flint` that made it.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Tokens, and logits of each."""
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> CapsuleType:
+        """A capsule of DLPack 1.0, or of the form before it where `max_version` asks for no more.
+
+        Raises:
+            BufferError: If `stream` is no CUDA stream, `dl_device` another device, or `copy` true.
+        """
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
 @disjoint_base
 class Model:
     """What `flint_rs.Flint` is built on; use that class.
@@ -312,30 +343,38 @@ class Model:
 
     def __new__(
         cls,
-        path: str | os.PathLike[str],
+        source: str | os.PathLike[str] | tuple[int, str, str],
         device: str,
         dtype: str,
         threads: int | None,
+        max_sequences: int,
+        context_tokens: int | None,
         progress: Callable[[int, int], object] | None,
     ) -> Self: ...
     # A str is a Sequence[str] too; the first overload takes it.
     @overload
     def generate(  # type: ignore[overload-overlap]
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        progress: Callable[[int, int], object] | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Result: ...
     @overload
     def generate(
         self,
         prompt: Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | None = None,
+        progress: Callable[[int, int], object] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[Result]:
-        """Generates after a prompt, or after each of several prompts, one after the other.
+        """Generates after a prompt, or after each of several: together on a GPU, one after the other on the CPU.
 
         Args:
             prompt: A text, token ids, or a list of either. Control tokens spelled in a text are plain text; give token
                 ids from `tokenize(..., control=True)` where they are meant.
             params: How to sample; or give its fields as keywords.
+            progress: Called a few times a second, while prompts are read, with the tokens read and the tokens in all.
             **options: The fields of `SamplingParams`.
 
         Returns:
@@ -346,13 +385,18 @@ class Model:
         """
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        progress: Callable[[int, int], object] | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Stream:
         """Starts to generate, and returns an iterator of events, one a token.
 
         Args:
             prompt: A text, or token ids.
             params: How to sample; or give its fields as keywords.
+            progress: As for `generate`, while the first event is waited for.
             **options: The fields of `SamplingParams`.
 
         Raises:
@@ -370,8 +414,20 @@ class Model:
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, control tokens included. Bytes that are no UTF-8 become U+FFFD."""
 
-    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after each token, `[T, V]`."""
+    @overload
+    def logits(self, token_ids: Sequence[int], on_device: Literal[False] = False) -> NDArray[np.float32]: ...
+    @overload
+    def logits(self, token_ids: Sequence[int], on_device: Literal[True]) -> DeviceArray:
+        """Logits after each token, `[T, V]` of float32.
+
+        Args:
+            token_ids: The text.
+            on_device: Whether they stay in the GPU's memory, for `torch.from_dlpack` or `cupy.asarray`.
+
+        Raises:
+            InvalidValueError: If the text is empty, too long, or holds an unknown id; if `on_device` is asked of a CPU.
+            DeviceError: If the GPU's memory does not hold them, or the GPU fails.
+        """
 
     def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Natural log-probability of each token after the first, given those before it, `[T - 1]`."""
@@ -384,9 +440,18 @@ class Model:
     def memory(self) -> dict[str, int]:
         """Bytes of memory.
 
-        `weights_bytes`: weights, mapped from the file where its form allows. `kv_max_bytes`: what a sequence of the
-        full context holds beside them. `workspace_bytes`: the most that one step holds beside both.
+        `weights_bytes`: weights, mapped from the file where its form allows. `kv_max_bytes`: what a sequence of
+        `context_tokens` holds beside them; on a GPU what is set aside for all sequences. `workspace_bytes`: the most
+        that one step holds beside both.
         """
+
+    @property
+    def device(self) -> str:
+        """What computes, in one line for a person; where that was left open, also why."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Most tokens of a sequence: the model's context length, or less by the argument or by the GPU's memory."""
 
     @property
     def end_token_ids(self) -> list[int]:
@@ -397,8 +462,8 @@ class Model:
         """The jinja source that renders messages, if the checkpoint has one."""
 
     @property
-    def path(self) -> Path:
-        """Where the checkpoint was read from."""
+    def path(self) -> Path | None:
+        """Where the checkpoint was read from; `None` for a synthetic model."""
 
     def close(self) -> None:
         """Ends all work and lets go of the checkpoint. Closing again does nothing."""

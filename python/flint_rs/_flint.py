@@ -2,53 +2,123 @@
 
 from __future__ import annotations
 
+import json
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from flint_rs import hub
 from flint_rs._core import Event, Model, SamplingParams
+from flint_rs._log import logger
 from flint_rs._progress import Bar
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
-    from typing import Literal
+    from typing import Literal, TypeVar
 
     from typing_extensions import Self, Unpack
 
     from flint_rs._options import SamplingOptions
 
+    _Model = TypeVar("_Model", bound=Model)
+
+
+def _report(model: _Model, device: str) -> _Model:
+    """Says what computes, unless the caller chose the CPU."""
+    if device in ("auto", "cuda"):
+        logger.info("%s", model.device)
+    return model
+
 
 class Flint(Model):
     """A Flint, ready to run.
 
-    Loading shows a progress bar on a terminal. Threads may share an object; each generation has its own state. Leaving
-    the `with` block closes it.
+    Loading shows a progress bar on a terminal. Where the device is left open, or is the GPU, loading also says in one
+    line which one it took and why, at level INFO of the logger `flint_rs`: on standard error, unless the application
+    configured `logging`. `logging.getLogger("flint_rs").setLevel("WARNING")` keeps it quiet. Threads may share an
+    object; each generation has its own state. Leaving the `with` block closes it.
 
     Args:
         path_or_repo: A GGUF file, a folder of safetensors, or a repository (see `flint_rs.hub`).
-        device: `"cpu"`: threads and SIMD. `"reference"`: the specification that all else is tested against, slow.
-            `"auto"`: the fastest that this version has, which is `"cpu"`. `"cuda"` is refused by this version.
-        dtype: Of activations. `"bfloat16"` rounds where Flint's own implementation rounds, `"float32"` nowhere.
+        device: `"auto"`: the GPU when one is usable, which takes a driver, a card and enough memory, else the CPU.
+            `"cuda"`: the first GPU; an error when it is not usable. `"cpu"`: threads and SIMD. `"reference"`: the
+            specification that all else is tested against, slow.
+        dtype: Of activations. `"bfloat16"` rounds where Flint's own implementation rounds, `"float32"` nowhere, which
+            the CPU alone does.
         threads: Of the CPU; `None` takes one a core.
+        max_sequences: Sequences that the GPU runs at a time, 1 to 8, and sets memory aside for; more wait for a place.
+        context_tokens: Most tokens of a sequence. `None` takes the model's context length, cut to what fits the GPU's
+            memory, which the line above then says.
 
     Raises:
         CheckpointError: If the file breaks its format or is no Flint.
         OSError: If the file cannot be read.
         InvalidValueError: If an argument is outside what is accepted.
         UnavailableError: If the device or the repository is not available.
+        DeviceError: If the GPU fails.
     """
 
     def __new__(
         cls,
         path_or_repo: str | os.PathLike[str],
-        device: Literal["auto", "cpu", "reference", "cuda"] = "auto",
+        device: Literal["auto", "cuda", "cpu", "reference"] = "auto",
         dtype: Literal["bfloat16", "float32"] = "bfloat16",
         threads: int | None = None,
+        max_sequences: int = 8,
+        context_tokens: int | None = None,
     ) -> Self:
         """Loads the checkpoint."""
         path = hub.resolve(path_or_repo)
         with Bar(f"loading {path.name}") as bar:
-            return super().__new__(cls, path, device, dtype, threads, bar)
+            model = super().__new__(cls, path, device, dtype, threads, max_sequences, context_tokens, bar)
+        return _report(model, device)
+
+    @classmethod
+    def synthetic(
+        cls,
+        seed: int = 0,
+        dims: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        format: Literal["nvfp4", "bf16"] = "nvfp4",
+        device: Literal["auto", "cuda", "cpu", "reference"] = "auto",
+        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        threads: int | None = None,
+        max_sequences: int = 8,
+        context_tokens: int | None = None,
+    ) -> Self:
+        """A Flint of random weights, made on the device: for benches. Its text means nothing and it has no tokenizer.
+
+        Prompts are token ids; `Event.text` and `Result.text` are empty; `tokenize` and `detokenize` raise
+        `UnavailableError`. The same seed gives the same weights on every device.
+
+        Args:
+            seed: Of the weights.
+            dims: Keys of a config.json, or the path of one, that replace those of the published 40B model, such as
+                `{"num_hidden_layers": 5}`.
+            format: Of the matrices.
+            device: As for a checkpoint. The CPU takes what its memory holds.
+            dtype: As for a checkpoint.
+            threads: As for a checkpoint.
+            max_sequences: As for a checkpoint.
+            context_tokens: As for a checkpoint.
+
+        Raises:
+            InvalidValueError: If an argument is outside what is accepted.
+            OSError: If `dims` is a file that cannot be read.
+            UnavailableError: If the device or the memory is not available.
+            DeviceError: If the GPU fails.
+        """
+        if isinstance(dims, (str, os.PathLike)):
+            text = Path(dims).read_text(encoding="utf-8")
+        elif dims is None or isinstance(dims, Mapping):
+            text = json.dumps(dict(dims or {}))
+        else:
+            msg = f"dims: expected None, a dict with keys of a config.json, or the path of one, found {dims!r}"
+            raise TypeError(msg)
+        source = (seed, text, format)
+        with Bar("making weights") as bar:
+            model = super().__new__(cls, source, device, dtype, threads, max_sequences, context_tokens, bar)
+        return _report(model, device)
 
     async def astream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
@@ -67,7 +137,7 @@ class Flint(Model):
         """
         import asyncio  # costs more than the rest of the import together
 
-        stream = await asyncio.to_thread(self.stream, prompt, params, **options)
+        stream = await asyncio.to_thread(self.stream, prompt, params, None, **options)
         try:
             while (event := await asyncio.to_thread(next, stream, None)) is not None:
                 yield event

@@ -28,6 +28,13 @@ class Bar:
             sys.stderr.flush()
             self._drawn = line
 
+    def wipe(self) -> None:
+        """Takes it off the terminal; a later call draws it anew."""
+        if self._drawn:
+            sys.stderr.write(f"\r{' ' * len(self._drawn)}\r")
+            sys.stderr.flush()
+            self._drawn = ""
+
     def __enter__(self) -> "Bar":
         """Starts without drawing."""
         return self
@@ -35,7 +42,5 @@ class Bar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Wipes the bar."""
-        if self._drawn:
-            sys.stderr.write(f"\r{' ' * len(self._drawn)}\r")
-            sys.stderr.flush()
+        """Wipes it."""
+        self.wipe()

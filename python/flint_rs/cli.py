@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import flint_rs
+from flint_rs._log import logger
 from flint_rs._progress import Bar
 
 if TYPE_CHECKING:
@@ -93,7 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("prompt", nargs="?", help="the prompt; - reads standard input, as does none in a pipe")
     _add_model_options(generate)
     generate.add_argument("--json", action="store_true", help="print one JSON object at the end, instead of streaming")
-    generate.add_argument("--quiet", action="store_true", help="no figures on standard error")
+    generate.add_argument("--quiet", action="store_true", help="no device and no figures on standard error")
+    generate.add_argument(
+        "--synthetic",
+        choices=["nvfp4", "bf16"],
+        help="random weights of the size of Flint 40B instead of a model: prompt and output are token ids",
+    )
     _add_sampling_options(generate)
 
     inspect = commands.add_parser(
@@ -151,9 +157,15 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         default=flint_rs.SMALL_MODEL,
         help="a GGUF file, a folder of safetensors, or a repository (default: the small model that ships)",
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu or reference (default: auto)")
+    parser.add_argument("--device", default="auto", help="auto, cuda, cpu or reference (default: auto)")
     parser.add_argument("--dtype", default="bfloat16", help="of activations: bfloat16 or float32 (default: bfloat16)")
     parser.add_argument("--threads", type=int, help="of the CPU (default: one a core)")
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help="most tokens of a text (default: the model's, or what the GPU's memory holds)",
+    )
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -208,7 +220,27 @@ def _sampling_params(args: argparse.Namespace) -> flint_rs.SamplingParams:
 
 
 def _open_model(args: argparse.Namespace) -> flint_rs.Flint:
-    return flint_rs.Flint(args.model, device=args.device, dtype=args.dtype, threads=args.threads)
+    options: dict[str, Any] = {
+        "device": args.device,
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "max_sequences": 1,
+        "context_tokens": args.context,
+    }
+    if vars(args).get("quiet"):
+        logger.setLevel("WARNING")
+    if vars(args).get("synthetic"):
+        return flint_rs.Flint.synthetic(format=args.synthetic, **options)
+    return flint_rs.Flint(args.model, **options)
+
+
+def _token_ids(text: str) -> list[int]:
+    """The prompt of a model that has no tokenizer."""
+    try:
+        return [int(word) for word in text.split()]
+    except ValueError:
+        msg = f"prompt: expected token ids with spaces between them, as a synthetic model reads, found {text!r}"
+        raise flint_rs.InvalidValueError(msg) from None
 
 
 def _read_text(source: str | None) -> str:
@@ -232,13 +264,18 @@ def _generate(args: argparse.Namespace) -> int:
         msg = "prompt: expected a text, or - and a text on standard input, found none"
         raise flint_rs.InvalidValueError(msg)
     prompt = _read_text(None) if args.prompt in (None, "-") else args.prompt
-    with _open_model(args) as flint, flint.stream(prompt, params) as stream:
+    if args.synthetic:
+        prompt = _token_ids(prompt)
+    bar = Bar("reading the prompt")
+    with _open_model(args) as flint, bar, flint.stream(prompt, params, bar) as stream:
         ends_line = True
         for event in stream:
-            if event.text and not args.json:
-                sys.stdout.write(event.text)
+            bar.wipe()
+            text = f"{event.token_id} " if args.synthetic else event.text
+            if text and not args.json:
+                sys.stdout.write(text)
                 sys.stdout.flush()
-                ends_line = event.text.endswith("\n")
+                ends_line = text.endswith("\n")
         result = stream.result
     if result is None:
         msg = "the stream ended without a result"
@@ -295,7 +332,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _perplexity(args: argparse.Namespace) -> int:
     text = _read_text(args.file)
     with _open_model(args) as flint:
-        context = flint.config["context_length"]
+        context = flint.context_tokens
         window = min(_DEFAULT_WINDOW, context) if args.window is None else args.window
         if not 2 <= window <= context:
             msg = f"window: expected 2 to {context} tokens, found {window}"

@@ -103,6 +103,42 @@ pub(super) fn read(file: &Path, config: &Json) -> Result<FlintConfig> {
     Ok(config)
 }
 
+/// `base`, whose layers follow Flint's rule, with the keys of `dims` in place of its own.
+pub(super) fn read_over(base: &FlintConfig, dims: &str) -> Result<FlintConfig> {
+    let refuse = |name: &str, found: String, accepted: String| Error::value(name, found, accepted);
+    let dims: Json = serde_json::from_str(dims).map_err(|why| refuse("dims", why.to_string(), "JSON".into()))?;
+    let Json::Object(dims) = dims else {
+        return Err(refuse("dims", dims.to_string(), "the keys of a config.json".into()));
+    };
+    let mut keys: Map<String, Json> = [("model_type", "flint".into()), (NAMES.rms_norm_eps, base.rms_norm_eps.into())]
+        .into_iter()
+        .chain(
+            [
+                (NAMES.hidden_size, base.hidden_size),
+                (NAMES.vocab_size, base.vocab_size),
+                (NAMES.context_length, base.context_length),
+                (NAMES.n_heads, base.n_heads),
+                (NAMES.n_kv_heads, base.n_kv_heads),
+                (NAMES.head_dim, base.head_dim),
+                (NAMES.dense_intermediate_size, base.dense_intermediate_size),
+                (NAMES.n_experts, base.n_experts),
+                (NAMES.n_experts_per_token, base.n_experts_per_token),
+                (NAMES.expert_intermediate_size, base.expert_intermediate_size),
+                (NAMES.shared_intermediate_size, base.shared_intermediate_size),
+                (NAMES.sliding_window, base.sliding_window),
+                (NAMES.layers, base.layers.len()),
+            ]
+            .map(|(name, size)| (name, size.into())),
+        )
+        .map(|(name, value): (&str, Json)| (name.to_owned(), value))
+        .collect();
+    keys.extend(dims);
+    read(Path::new("dims"), &Json::Object(keys)).map_err(|error| match error {
+        Error::Format { name, expected, found, .. } => refuse(&format!("dims[{name:?}]"), found, expected),
+        other => other,
+    })
+}
+
 /// The kind of each layer; Flint's rule where a list is absent.
 fn layers(keys: &mut Keys, n_layers: usize) -> Result<Vec<LayerKind>> {
     let is_full = |index| index < 2 || index % 4 == 1 || index == n_layers - 1;
@@ -253,4 +289,25 @@ fn as_index(value: &Json) -> Option<usize> {
 /// Equality that does not mind whether a number is written as an integer.
 fn same(a: &Json, b: &Json) -> bool {
     a == b || a.as_f64().is_some_and(|number| b.as_f64() == Some(number))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dims_replace_keys_of_the_published_model() {
+        assert_eq!(FlintConfig::flint_with("{}").unwrap(), FlintConfig::flint(49, 150_144));
+        let small = FlintConfig::flint_with(r#"{"num_hidden_layers": 5, "vocab_size": 1024}"#).unwrap();
+        assert_eq!(small, FlintConfig::flint(5, 1024));
+        for (dims, error) in [
+            ("{", "dims: expected JSON, found "),
+            ("[1]", "dims: expected the keys of a config.json, found [1]"),
+            (r#"{"hidden_size": 0}"#, r#"dims["hidden_size"]: expected 1 to 1048576, found 0"#),
+            (r#"{"width": 5}"#, r#"dims["width"]: expected only keys that this version knows, found 5"#),
+        ] {
+            let found = FlintConfig::flint_with(dims).unwrap_err().to_string();
+            assert!(found.starts_with(error), "{found}");
+        }
+    }
 }

@@ -19,8 +19,8 @@ use crate::{
     weights::Weights,
 };
 
-/// Most tokens of a forward pass that are processed together.
-const BLOCK_TOKENS: usize = 512;
+/// Most tokens of a forward pass that are processed together: a prompt that is cut at multiples gives the same bits.
+pub const BLOCK_TOKENS: usize = 512;
 
 /// Most threads of the fast path.
 pub const MAX_THREADS: usize = 1024;

@@ -2,7 +2,7 @@
 
 use std::{borrow::Cow, collections::BTreeMap};
 
-use rayon::prelude::*;
+use rayon::{ThreadPool, prelude::*};
 
 use super::{
     Pinned,
@@ -15,6 +15,7 @@ use crate::{
     error::{Error, Result},
     kernels::{SyntheticArgs, synthetic_kernel, synthetic_launch},
     plan::Types,
+    threads,
     weights::{self, Held, Matrix, MatrixRecipe, Recipe, Weights},
 };
 
@@ -269,12 +270,15 @@ struct Staging {
     copied: [Event; 2],
     current: usize,
     used: usize,
+    /// Copies from the file.
+    threads: ThreadPool,
 }
 
 impl Staging {
     fn new(device: &Device) -> Result<Self> {
         let halves = [device.pinned(HALF_BYTES)?, device.pinned(HALF_BYTES)?];
-        Ok(Self { halves, copied: [device.event(false)?, device.event(false)?], current: 0, used: 0 })
+        let copied = [device.event(false)?, device.event(false)?];
+        Ok(Self { halves, copied, current: 0, used: 0, threads: threads::pool(None)? })
     }
 
     fn copy(&mut self, mut bytes: &[u8], to: &Buffer, mut offset: usize) -> Result<()> {
@@ -289,10 +293,8 @@ impl Staging {
             let (part, rest) = bytes.split_at(bytes.len().min(HALF_BYTES - self.used));
             let range = self.used..self.used + part.len();
             let half = &mut self.halves[self.current];
-            half.as_mut_slice()[range.clone()]
-                .par_chunks_mut(COPY_BYTES)
-                .zip(part.par_chunks(COPY_BYTES))
-                .for_each(|(to, from)| to.copy_from_slice(from));
+            let chunks = half.as_mut_slice()[range.clone()].par_chunks_mut(COPY_BYTES).zip(part.par_chunks(COPY_BYTES));
+            self.threads.install(|| chunks.for_each(|(to, from)| to.copy_from_slice(from)));
             // SAFETY: this range is not written again before the event behind the copy has come; freeing either end waits.
             unsafe { to.queue_write(offset, &self.halves[self.current], range)? };
             self.used += part.len();

@@ -9,7 +9,7 @@ mod pack;
 mod prefill;
 mod tables;
 
-pub use driver::{Buffer, Call, Device, Event, Function, Graph, Kernels, Pinned};
+pub use driver::{Buffer, Call, Device, DeviceMemory, Event, Function, Graph, Kernels, Pinned};
 pub use images::{Fatbin, IMAGES, Image};
 pub use load::Source;
 pub use model::{GpuModel, RunOptions, SequenceId};

@@ -1,6 +1,7 @@
 //! The extension module `flint_rs._core`: conversions between Python and the engine, and waiting without the GIL. The
 //! only place that names pyo3.
 
+mod device_array;
 mod errors;
 mod files;
 mod model;
@@ -16,6 +17,7 @@ mod _core {
 
     #[pymodule_export]
     use super::{
+        device_array::DeviceArray,
         files::{convert, describe, inspect, plan},
         model::Model,
         params::SamplingParams,

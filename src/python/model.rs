@@ -1,13 +1,13 @@
 //! `Model`: a loaded checkpoint and its methods.
 
 use std::{
-    path::PathBuf,
+    path::{Path, PathBuf},
     process,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError, atomic::Ordering},
     time::Instant,
 };
 
-use numpy::{IntoPyArray, PyArray1, PyArray2, ndarray::Array2};
+use numpy::{IntoPyArray, PyArray1, ndarray::Array2};
 use pyo3::{
     IntoPyObjectExt,
     exceptions::PyTypeError,
@@ -16,16 +16,18 @@ use pyo3::{
 };
 
 use super::{
-    files::{Progress, to_python},
+    device_array::DeviceArray,
+    files::{self, to_python},
     params::{SamplingParams, argument},
-    results,
-    stream::{Request, Stream},
+    stream::{Progress, Request, Stream},
     wait,
 };
 use crate::{
     cancel::Cancel,
-    cpu::{Path, Precision},
-    engine::{Engine, LoadOptions},
+    checkpoint::DType,
+    config::FlintConfig,
+    cpu::Precision,
+    engine::{Engine, LoadOptions, Synthetic},
     error::{Error, Result},
     tokenizer::ControlTokens,
 };
@@ -59,80 +61,100 @@ impl Model {
         py: Python<'_>,
         work: impl FnOnce(&Arc<Engine>, &Cancel) -> Result<T> + Send + 'static,
     ) -> PyResult<T> {
+        self.run_showing(py, || Ok(()), work)
+    }
+
+    /// The same, with `poll` called on this thread a few times a second.
+    fn run_showing<T: Send + 'static>(
+        &self,
+        py: Python<'_>,
+        poll: impl FnMut() -> PyResult<()>,
+        work: impl FnOnce(&Arc<Engine>, &Cancel) -> Result<T> + Send + 'static,
+    ) -> PyResult<T> {
         let engine = self.engine()?;
         let (cancel, closing) = (self.closing.child(), self.closing.clone());
         let inner = cancel.clone();
-        wait::run(
-            py,
-            &cancel,
-            || Ok(()),
-            move || {
-                work(&engine, &inner).map_err(|error| match error {
-                    Error::Cancelled if closing.is_cancelled() => Error::Closed,
-                    error => error,
-                })
-            },
-        )
+        wait::run(py, &cancel, poll, move || {
+            work(&engine, &inner).map_err(|error| match error {
+                Error::Cancelled if closing.is_cancelled() => Error::Closed,
+                error => error,
+            })
+        })
     }
 }
 
 #[pymethods]
 impl Model {
+    /// `source` is a path, or (seed, dimensions as JSON, format) of a synthetic model.
     #[new]
-    #[pyo3(signature = (path, device, dtype, threads, progress))]
+    #[pyo3(signature = (source, device, dtype, threads, max_sequences, context_tokens, progress))]
+    #[allow(clippy::too_many_arguments, reason = "as Python calls it")]
     fn new(
         py: Python<'_>,
-        path: &Bound<'_, PyAny>,
+        source: &Bound<'_, PyAny>,
         device: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
         threads: Option<&Bound<'_, PyAny>>,
+        max_sequences: &Bound<'_, PyAny>,
+        context_tokens: Option<&Bound<'_, PyAny>>,
         progress: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
-        let path: PathBuf = argument("path", path, "a path")?;
-        let options = load_options(
-            &argument::<String>("device", device, "a string")?,
-            &argument::<String>("dtype", dtype, "a string")?,
-            threads.map(|threads| argument("threads", threads, "None or an integer of at least 1")).transpose()?,
-        )?;
-        let (cancel, state) = (Cancel::default(), Progress::default());
+        let source = Source::new(source)?;
+        let positive = "None or an integer of at least 1";
+        let options = LoadOptions {
+            device: argument::<String>("device", device, "a string")?.parse()?,
+            precision: precision(&argument::<String>("dtype", dtype, "a string")?)?,
+            threads: threads.map(|threads| argument("threads", threads, positive)).transpose()?,
+            max_sequences: argument("max_sequences", max_sequences, "an integer of at least 1")?,
+            context_tokens: context_tokens.map(|n| argument("context_tokens", n, positive)).transpose()?,
+        };
+        let (cancel, state) = (Cancel::default(), files::Progress::default());
         let (inner_cancel, inner_state) = (cancel.clone(), state.clone());
         let engine = wait::run(
             py,
             &cancel,
             || state.show(progress),
-            move || Engine::load(&path, options, &mut |done, total| inner_state.set(done, total), &inner_cancel),
+            move || {
+                let mut progress = |done, total| inner_state.set(done, total);
+                match source {
+                    Source::File(path) => Engine::load(&path, options, &mut progress, &inner_cancel),
+                    Source::Synthetic(model) => Engine::synthetic(model, options, &mut progress, &inner_cancel),
+                }
+            },
         )?;
         Ok(Self { engine: Mutex::new(Some(engine)), closing: Cancel::default(), process: process::id() })
     }
 
     /// Generates after a prompt (text or token ids), or after each of a list of prompts.
-    #[pyo3(signature = (prompt, params=None, **options))]
+    #[pyo3(signature = (prompt, params=None, progress=None, **options))]
     fn generate<'py>(
         &self,
         py: Python<'py>,
         prompt: &Bound<'py, PyAny>,
         params: Option<&Bound<'py, PyAny>>,
+        progress: Option<&Bound<'py, PyAny>>,
         options: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let params = SamplingParams::of_request(params, options)?;
         let (prompts, many) = prompts(prompt)?;
-        let results = self.run(py, move |engine, cancel| {
-            // All of them are checked before the first one costs time.
-            let prompts = prompts.into_iter().map(|prompt| prompt.tokens(engine)).collect::<Result<Vec<_>>>()?;
-            let mut results = Vec::with_capacity(prompts.len());
-            for tokens in prompts {
-                let (prompt_tokens, start) = (tokens.len(), Instant::now());
-                let generation = engine.generate(tokens, &params, cancel.clone())?;
-                let mut events = Vec::new();
-                let (last, summary) = Request { generation, prompt_tokens, start }.run(engine, |event| {
-                    events.push(event.into());
-                    true
-                })?;
-                events.push(last.into());
-                results.push(results::Result::new(events, summary));
-            }
-            Ok(results)
-        })?;
+        let progress = Progress::new(progress);
+        let (read, total) = (progress.read.clone(), Arc::clone(&progress.total));
+        let results = self.run_showing(
+            py,
+            || progress.show(py),
+            move |engine, cancel| {
+                // All of them are checked before the first one costs time.
+                let prompts = prompts.into_iter().map(|prompt| prompt.tokens(engine)).collect::<Result<Vec<_>>>()?;
+                total.store(prompts.iter().map(Vec::len).sum(), Ordering::Relaxed);
+                let start = |tokens| Request::start(engine, tokens, &params, &read, cancel, Instant::now());
+                if engine.runs_together() {
+                    let requests = prompts.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+                    requests.into_iter().map(|request| request.finish(engine)).collect()
+                } else {
+                    prompts.into_iter().map(|tokens| start(tokens)?.finish(engine)).collect::<Result<Vec<_>>>()
+                }
+            },
+        )?;
         if many {
             return results.into_bound_py_any(py);
         }
@@ -141,12 +163,13 @@ impl Model {
     }
 
     /// Starts to generate, and returns an iterator of events, one a token.
-    #[pyo3(signature = (prompt, params=None, **options))]
+    #[pyo3(signature = (prompt, params=None, progress=None, **options))]
     fn stream(
         &self,
         py: Python<'_>,
         prompt: &Bound<'_, PyAny>,
         params: Option<&Bound<'_, PyAny>>,
+        progress: Option<&Bound<'_, PyAny>>,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Stream> {
         let params = SamplingParams::of_request(params, options)?;
@@ -155,14 +178,14 @@ impl Model {
             return Err(Error::value("prompt", "a list of prompts", "one prompt, to stream").into());
         };
         let (engine, start) = (self.engine()?, Instant::now());
-        let cancel = self.closing.child();
+        let (cancel, progress) = (self.closing.child(), Progress::new(progress));
+        let (read, total) = (&progress.read, &progress.total);
         let request = py.detach(|| {
             let tokens = prompt.tokens(&engine)?;
-            let prompt_tokens = tokens.len();
-            let generation = engine.generate(tokens, &params, cancel.clone())?;
-            Ok::<_, Error>(Request { generation, prompt_tokens, start })
+            total.store(tokens.len(), Ordering::Relaxed);
+            Request::start(&engine, tokens, &params, read, &cancel, start)
         })?;
-        Stream::start(engine, request, cancel, self.closing.clone())
+        Stream::start(engine, request, progress, cancel, self.closing.clone())
     }
 
     /// Token ids of a text; control tokens spelled in it stay text unless `control`.
@@ -178,24 +201,34 @@ impl Model {
             Some(true) => ControlTokens::Parse,
             Some(false) | None => ControlTokens::AsText,
         };
-        self.run(py, move |engine, _| engine.tokenizer().encode(&text, control))
+        self.run(py, move |engine, _| engine.tokenizer()?.encode(&text, control))
     }
 
     /// Text of token ids, control tokens included.
     fn detokenize(&self, py: Python<'_>, token_ids: &Bound<'_, PyAny>) -> PyResult<String> {
         let ids = token_ids_argument("token_ids", token_ids)?;
-        self.run(py, move |engine, _| engine.tokenizer().decode(&ids, false))
+        self.run(py, move |engine, _| engine.tokenizer()?.decode(&ids, false))
     }
 
-    /// Logits after each token, a NumPy array `[T, V]` of float32.
-    fn logits<'py>(&self, py: Python<'py>, token_ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray2<f32>>> {
+    /// Logits after each token, `[T, V]` of float32: a NumPy array, or one in the GPU's memory.
+    #[pyo3(signature = (token_ids, on_device=None), text_signature = "($self, token_ids, on_device=False)")]
+    fn logits<'py>(
+        &self,
+        py: Python<'py>,
+        token_ids: &Bound<'py, PyAny>,
+        on_device: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let ids = token_ids_argument("token_ids", token_ids)?;
+        if on_device.map_or(Ok(false), |value| argument("on_device", value, "True or False"))? {
+            let logits = self.run(py, move |engine, cancel| engine.logits_on_device(&ids, cancel))?;
+            return DeviceArray::new(logits).into_bound_py_any(py);
+        }
         let logits = self.run(py, move |engine, cancel| {
             let logits = engine.logits(&ids, cancel)?;
             let shape = (ids.len(), logits.len() / ids.len());
             Ok(Array2::from_shape_vec(shape, logits).expect("the engine returns whole rows"))
         })?;
-        Ok(logits.into_pyarray(py))
+        Ok(logits.into_pyarray(py).into_any())
     }
 
     /// Natural log-probability of each token after the first, given those before it, `[T - 1]`.
@@ -228,26 +261,41 @@ impl Model {
     /// Ids that end a turn, ascending.
     #[getter]
     fn end_token_ids(&self) -> PyResult<Vec<u32>> {
-        Ok(self.engine()?.tokenizer().end_token_ids().to_vec())
+        Ok(self.engine()?.end_token_ids().to_vec())
     }
 
     /// The jinja source that renders messages, if the checkpoint has one.
     #[getter]
     fn chat_template(&self) -> PyResult<Option<String>> {
-        Ok(self.engine()?.tokenizer().chat_template().map(str::to_owned))
+        let engine = self.engine()?;
+        Ok(engine.tokenizer().ok().and_then(|tokenizer| tokenizer.chat_template().map(str::to_owned)))
     }
 
-    /// Where the checkpoint was read from.
+    /// Where the checkpoint was read from; None for a synthetic model.
     #[getter]
-    fn path(&self) -> PyResult<PathBuf> {
-        Ok(self.engine()?.path().to_path_buf())
+    fn path(&self) -> PyResult<Option<PathBuf>> {
+        Ok(self.engine()?.path().map(Path::to_path_buf))
+    }
+
+    /// What computes, and why when that was left to us.
+    #[getter]
+    fn device(&self) -> PyResult<String> {
+        Ok(self.engine()?.device().to_owned())
+    }
+
+    /// Most tokens of a sequence.
+    #[getter]
+    fn context_tokens(&self) -> PyResult<usize> {
+        Ok(self.engine()?.context_tokens())
     }
 
     /// Ends all work and lets go of the checkpoint.
-    fn close(&self) -> PyResult<()> {
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
         check_process(self.process)?;
         self.closing.cancel();
-        self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // A GPU's thread ends its step first.
+        py.detach(|| drop(engine));
         Ok(())
     }
 
@@ -257,38 +305,46 @@ impl Model {
     }
 
     #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close()
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
     }
 
     fn __repr__(&self) -> String {
         match self.engine() {
-            Ok(engine) => format!("<Flint {}>", engine.path().display()),
+            Ok(engine) => match engine.path() {
+                Some(path) => format!("<Flint {}>", path.display()),
+                None => "<Flint synthetic>".into(),
+            },
             Err(error) => format!("<Flint: {error}>"),
         }
     }
 }
 
-fn load_options(device: &str, dtype: &str, threads: Option<usize>) -> Result<LoadOptions> {
-    let path = match device {
-        "auto" | "cpu" => Path::Fast,
-        "reference" => Path::Reference,
-        "cuda" => {
-            let why = "this version computes on the CPU; accepted are auto, cpu and reference".into();
-            return Err(Error::Unavailable { what: "device cuda".into(), why });
-        }
-        _ => return Err(Error::value("device", format!("{device:?}"), "auto, cpu, reference or cuda")),
-    };
-    let precision = match dtype {
-        "bfloat16" => Precision::Bfloat16,
-        "float32" => Precision::Float32,
-        _ => return Err(Error::value("dtype", format!("{dtype:?}"), "bfloat16 or float32")),
-    };
-    match threads {
-        Some(n) if path == Path::Reference => {
-            Err(Error::value("threads", n.to_string(), "None with device reference, which has one thread"))
-        }
-        _ => Ok(LoadOptions { path, precision, threads }),
+fn precision(dtype: &str) -> Result<Precision> {
+    match dtype {
+        "bfloat16" => Ok(Precision::Bfloat16),
+        "float32" => Ok(Precision::Float32),
+        _ => Err(Error::value("dtype", format!("{dtype:?}"), "bfloat16 or float32")),
+    }
+}
+
+/// What a model is made from.
+enum Source {
+    File(PathBuf),
+    Synthetic(Synthetic),
+}
+
+impl Source {
+    fn new(source: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let Ok(parts) = source.cast::<PyTuple>() else { return Ok(Self::File(argument("path", source, "a path")?)) };
+        let seed = argument("seed", &parts.get_item(0)?, "an integer from 0 to 2**64 - 1")?;
+        let config = FlintConfig::flint_with(&argument::<String>("dims", &parts.get_item(1)?, "JSON")?)?;
+        let dtype = match argument::<String>("format", &parts.get_item(2)?, "a string")?.as_str() {
+            "nvfp4" => DType::Nvfp4,
+            "bf16" => DType::Bf16,
+            other => return Err(Error::value("format", format!("{other:?}"), "nvfp4 or bf16").into()),
+        };
+        Ok(Self::Synthetic(Synthetic { config, seed, dtype }))
     }
 }
 
@@ -315,7 +371,7 @@ impl Prompt {
     /// Its checked token ids. Control tokens spelled in a text are text.
     fn tokens(self, engine: &Engine) -> Result<Vec<u32>> {
         let tokens = match self.content {
-            Content::Text(text) => engine.tokenizer().encode(&text, ControlTokens::AsText)?,
+            Content::Text(text) => engine.tokenizer()?.encode(&text, ControlTokens::AsText)?,
             Content::Tokens(tokens) => tokens,
         };
         engine.check_tokens(&self.name, &tokens)?;

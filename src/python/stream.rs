@@ -3,7 +3,8 @@
 use std::{
     process,
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
         mpsc::{self, Receiver, RecvTimeoutError},
     },
     thread::JoinHandle,
@@ -19,28 +20,42 @@ use super::{
 };
 use crate::{
     cancel::Cancel,
-    engine::{Engine, Event, Generation},
+    engine::{Engine, Event, Generation, PromptProgress},
     error::{Error, Result},
+    sampling::SamplingParams,
 };
 
 /// Events that a stream may be ahead of its reader, so that one that is never read does not run on.
 const AHEAD_EVENTS: usize = 16;
 
-/// What a generation is started with, beside what the engine knows.
+/// A generation that was started, with what the engine does not know of it.
 pub struct Request {
-    pub generation: Generation,
-    pub prompt_tokens: usize,
-    pub start: Instant,
+    generation: Generation,
+    prompt_tokens: usize,
+    /// When the caller came.
+    start: Instant,
 }
 
 impl Request {
+    /// Starts a generation after checked `tokens`.
+    pub fn start(
+        engine: &Arc<Engine>,
+        tokens: Vec<u32>,
+        params: &SamplingParams,
+        progress: &PromptProgress,
+        cancel: &Cancel,
+        start: Instant,
+    ) -> Result<Self> {
+        let prompt_tokens = tokens.len();
+        Ok(Self { generation: engine.generate(tokens, params, progress, cancel)?, prompt_tokens, start })
+    }
+
     /// Generates to the end. `emit` gets every event but the last, and says whether to go on.
-    pub fn run(mut self, engine: &Engine, mut emit: impl FnMut(Event) -> bool) -> Result<(Event, Summary)> {
-        let mut time_to_first_token = None;
+    fn run(mut self, engine: &Engine, mut emit: impl FnMut(Event) -> bool) -> Result<(Event, Summary)> {
         while let Some(event) = self.generation.next() {
             let event = event?;
-            let time_to_first_token = *time_to_first_token.get_or_insert_with(|| self.start.elapsed());
             if event.finish_reason.is_some() {
+                let first_token_at = self.generation.first_token_at().unwrap_or(self.start);
                 let summary = Summary {
                     prompt_tokens: self.prompt_tokens,
                     prompt_logprobs: self.generation.prompt_logprobs().map(<[_]>::to_vec),
@@ -48,7 +63,7 @@ impl Request {
                     load: engine.load_time(),
                     prefill: self.generation.prefill_time(),
                     decode: self.generation.decode_time(),
-                    time_to_first_token,
+                    time_to_first_token: first_token_at - self.start,
                 };
                 return Ok((event, summary));
             }
@@ -58,11 +73,47 @@ impl Request {
         }
         Err(Error::Cancelled)
     }
+
+    /// Generates to the end.
+    pub fn finish(self, engine: &Engine) -> Result<results::Result> {
+        let mut events = Vec::new();
+        let (last, summary) = self.run(engine, |event| {
+            events.push(event.into());
+            true
+        })?;
+        events.push(last.into());
+        Ok(results::Result::new(events, summary))
+    }
 }
 
 enum Message {
     Event(Event),
     End(Result<(Event, Summary)>),
+}
+
+/// How far the prompts of a call are, for its callback.
+pub struct Progress {
+    /// Tokens that were read.
+    pub read: PromptProgress,
+    /// Tokens of all prompts, once it is known.
+    pub total: Arc<AtomicUsize>,
+    callback: Option<Py<PyAny>>,
+}
+
+impl Progress {
+    pub fn new(callback: Option<&Bound<'_, PyAny>>) -> Self {
+        let callback = callback.map(|callback| callback.clone().unbind());
+        Self { read: PromptProgress::default(), total: Arc::default(), callback }
+    }
+
+    /// Calls the callback, while there is a prompt that was not read whole.
+    pub fn show(&self, py: Python<'_>) -> PyResult<()> {
+        let (read, total) = (self.read.tokens(), self.total.load(Ordering::Relaxed));
+        if let (Some(callback), true) = (&self.callback, read < total) {
+            callback.call1(py, (read, total))?;
+        }
+        Ok(())
+    }
 }
 
 /// What has arrived from the worker so far.
@@ -114,14 +165,22 @@ impl Inbox {
 #[pyclass(frozen, module = "flint_rs")]
 pub struct Stream {
     inbox: Mutex<Inbox>,
+    progress: Progress,
     cancel: Cancel,
     closing: Cancel,
     process: u32,
 }
 
 impl Stream {
-    /// Starts the work of `request` on a thread of its own. `cancel` is the request's, `closing` the model's.
-    pub fn start(engine: std::sync::Arc<Engine>, request: Request, cancel: Cancel, closing: Cancel) -> PyResult<Self> {
+    /// Starts the work of `request` on a thread of its own. `progress` and `cancel` are the request's, `closing` the model's.
+    pub fn start(
+        engine: Arc<Engine>,
+        request: Request,
+        progress: Progress,
+        cancel: Cancel,
+        closing: Cancel,
+    ) -> PyResult<Self> {
+        request.generation.limit_ahead(AHEAD_EVENTS);
         let (sender, messages) = mpsc::sync_channel(AHEAD_EVENTS);
         let worker = wait::spawn(move || {
             let end = request.run(&engine, |event| sender.send(Message::Event(event)).is_ok());
@@ -129,7 +188,7 @@ impl Stream {
             let _ = sender.send(Message::End(end));
         })?;
         let inbox = Inbox { messages: Some(messages), worker: Some(worker), events: Vec::new(), result: None };
-        Ok(Self { inbox: Mutex::new(inbox), cancel, closing, process: process::id() })
+        Ok(Self { inbox: Mutex::new(inbox), progress, cancel, closing, process: process::id() })
     }
 
     /// Never called with the GIL held: another thread may wait in `poll`.
@@ -168,7 +227,9 @@ impl Stream {
                 Poll::Ended | Poll::Failed(Error::Cancelled) => return Ok(None),
                 Poll::Failed(error) => return Err(error.into()),
                 Poll::Panicked(worker) => wait::join(py, worker),
-                Poll::Nothing => py.check_signals().inspect_err(|_| self.stop(py))?,
+                Poll::Nothing => {
+                    py.check_signals().and_then(|()| self.progress.show(py)).inspect_err(|_| self.stop(py))?;
+                }
             }
         }
     }

@@ -12,6 +12,7 @@ mod select;
 
 pub(crate) use self::{
     errors::{bad_logit, no_possible_logit, nothing_left, penalty_overflow},
+    rng::fresh_seed,
     select::{least_weight, nucleus_share},
 };
 pub use self::{

@@ -25,7 +25,7 @@ pub(super) fn random(seed: u64, position: u64) -> u64 {
 }
 
 /// A seed nobody chose, from the operating system's entropy.
-pub(super) fn fresh_seed() -> u64 {
+pub(crate) fn fresh_seed() -> u64 {
     // The standard library's hash keys are drawn from it, and differ from one state to the next.
     std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), ())
 }

@@ -8,6 +8,7 @@ use crate::{
     config::FlintConfig,
     error::{Error, Result},
     nvfp4::{BLOCK_BYTES, BLOCK_SCALES, CODES, SCALES},
+    threads,
 };
 
 /// Bytes that one thread makes at a time; a whole number of elements of every type.
@@ -77,12 +78,13 @@ impl Weights {
     ///
     /// Errors: [`Error::Value`] for another type, or for NVFP4 when a width is no multiple of 64.
     pub fn synthetic(config: FlintConfig, seed: u64, dtype: DType) -> Result<Self> {
+        let pool = threads::pool(None)?;
         let mut parts = Parts::default();
         for (spec, recipe) in recipes(&config, seed, dtype)? {
             match recipe {
                 Recipe::Vector(values) => _ = parts.vectors.insert(spec.gguf, values),
                 Recipe::Matrices(recipes) => {
-                    let matrices = recipes.par_iter().map(MatrixRecipe::make).collect();
+                    let matrices = pool.install(|| recipes.par_iter().map(MatrixRecipe::make).collect());
                     parts.matrices.insert(spec.gguf, matrices);
                 }
             }
@@ -95,6 +97,11 @@ impl MatrixRecipe {
     /// The factor of NVFP4 that gives the values their `spread`; 1 for other types.
     pub fn scale(&self) -> f32 {
         if self.dtype == DType::Nvfp4 { self.spread / block_deviation() } else { 1.0 }
+    }
+
+    /// Bytes of the matrix.
+    pub fn bytes(&self) -> usize {
+        self.n_elements() * self.dtype.block_bytes()
     }
 
     /// Elements that continue one sequence of random numbers.
@@ -124,7 +131,7 @@ impl MatrixRecipe {
 
     fn fill(&self, element: impl Fn(&mut Random, &mut [u8]) + Sync) -> Bytes {
         let element_bytes = self.dtype.block_bytes();
-        let mut bytes = vec![0; self.n_elements() * element_bytes];
+        let mut bytes = vec![0; self.bytes()];
         bytes.par_chunks_mut(self.chunk_len() * element_bytes).enumerate().for_each(|(chunk, bytes)| {
             let mut random = Random(self.seed ^ chunk as u64);
             bytes.chunks_exact_mut(element_bytes).for_each(|bytes| element(&mut random, bytes));

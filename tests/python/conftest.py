@@ -34,7 +34,7 @@ def slow_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def flint(gguf_path: Path) -> Iterator[flint_rs.Flint]:
     """The tiny Flint, open."""
-    with flint_rs.Flint(gguf_path) as model:
+    with flint_rs.Flint(gguf_path, device="cpu") as model:
         yield model
 
 

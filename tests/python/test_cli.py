@@ -19,25 +19,30 @@ import pytest
 COMMAND = [sys.executable, "-m", "flint_rs.cli"]
 
 
+# Where there is a GPU too, the results are compared with the CPU's.
+CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+
+
 def run(*arguments: object, stdin: bytes | None = b"") -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, *map(str, arguments)]
-    result = subprocess.run(command, input=stdin, capture_output=True, timeout=120, check=False)
+    result = subprocess.run(command, input=stdin, capture_output=True, timeout=120, check=False, env=CPU)
     return subprocess.CompletedProcess(command, result.returncode, result.stdout.decode(), result.stderr.decode())
 
 
 def fails(result: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
-    """One line on standard error, nothing on standard output."""
+    """One line on standard error beside that of the device, nothing on standard output."""
     assert result.returncode == code, result.stderr
     assert result.stdout == ""
-    assert result.stderr.startswith("flint-rs: error: ")
-    assert result.stderr.count("\n") == 1
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("flint-rs: device ")]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("flint-rs: error: ")
     for word in words:
-        assert word in result.stderr
+        assert word in lines[0]
 
 
 def test_generate(gguf_path: Path) -> None:
     options = ("--model", gguf_path, "--temperature", 0, "--max-tokens", 20, "--ignore-eos")
-    with flint_rs.Flint(gguf_path) as flint:
+    with flint_rs.Flint(gguf_path, device="cpu") as flint:
         expected = flint.generate("the other", temperature=0, max_tokens=20, ignore_eos=True)
     for arguments, stdin in (
         (("the other", *options), b""),
@@ -57,7 +62,7 @@ def test_generate(gguf_path: Path) -> None:
 def test_generate_json(gguf_path: Path) -> None:
     result = run("the other", "--model", gguf_path, "--json", "--seed", 4, "--max-tokens", 5, "--logprobs", 1)
     value = json.loads(result.stdout)
-    with flint_rs.Flint(gguf_path) as flint:
+    with flint_rs.Flint(gguf_path, device="cpu") as flint:
         expected = flint.generate("the other", seed=4, max_tokens=5, logprobs=1)
     assert (value["text"], value["token_ids"], value["seed"]) == (expected.text, expected.token_ids, 4)
     assert expected.logprobs is not None
@@ -74,7 +79,7 @@ def test_every_sampling_parameter_is_an_option() -> None:
 
 
 def test_sampling_options_arrive(gguf_path: Path) -> None:
-    with flint_rs.Flint(gguf_path) as flint:
+    with flint_rs.Flint(gguf_path, device="cpu") as flint:
         the = flint.tokenize("the")[0]
     options = ("--model", gguf_path, "--max-tokens", 6, "--quiet", "--ignore-eos")
     assert run("in", *options, "--allowed-token-ids", the).stdout == "the" * 6 + "\n"
@@ -101,7 +106,7 @@ def test_inspect(gguf_path: Path) -> None:
         assert word in text.stdout
     facts = json.loads(run("inspect", gguf_path, "--json").stdout)
     assert facts == flint_rs.inspect(gguf_path)
-    with flint_rs.Flint(gguf_path) as flint:
+    with flint_rs.Flint(gguf_path, device="cpu") as flint:
         assert facts["config"] == flint.config
         assert [token["id"] for token in facts["tokenizer"]["end_tokens"]] == flint.end_token_ids
     assert {kind["dtype"] for kind in facts["tensors"]} == {"BF16", "F32"}
@@ -127,7 +132,7 @@ def test_perplexity(gguf_path: Path, tmp_path: Path) -> None:
     text = "the other ring\n" * 40
     file = tmp_path / "text.txt"
     file.write_text(text)
-    with flint_rs.Flint(gguf_path) as flint:
+    with flint_rs.Flint(gguf_path, device="cpu") as flint:
         ids = flint.tokenize(text)
         scores = [float(x) for start in range(0, len(ids), 50) for x in flint.score(ids[start : start + 50])]
     expected = math.exp(-sum(scores) / len(scores))
@@ -164,7 +169,7 @@ def test_wrong_usage(gguf_path: Path, tmp_path: Path) -> None:
     fails(run("the", "--model", gguf_path, "--logprobs", "1"), 2, "--json")
     fails(run("the", "--model", gguf_path, "--threads", "0"), 2, "threads")
     fails(run("", "--model", gguf_path), 2, "prompt")
-    fails(run("the", "--model", gguf_path, "--device", "cuda"), 1, "cuda")
+    fails(run("the", "--model", gguf_path, "--context", "0"), 2, "context_tokens")
     fails(run("the", "--model", tmp_path / "none.gguf"), 1, "none.gguf")
     fails(run("inspect", __file__), 1, "test_cli.py")
     fails(run("-", "--model", gguf_path, stdin=b"\xff"), 2, "standard input", "UTF-8", "0xff")
@@ -214,7 +219,7 @@ def test_the_shipped_model_is_the_default() -> None:
     assert result.returncode == 0, result.stderr
     value = json.loads(result.stdout)
     assert value["usage"]["completion_tokens"] >= 1
-    with flint_rs.Flint(flint_rs.SMALL_MODEL) as flint:
+    with flint_rs.Flint(flint_rs.SMALL_MODEL, device="cpu") as flint:
         assert value["token_ids"] == flint.generate("def main():", max_tokens=8, seed=1).token_ids
 
 

@@ -72,7 +72,7 @@ def test_load(tmp_path: Path) -> None:
     shape = reference.Shape(3, 1024, 16, 2, 64, 1024, 4096, 4, 1024, 1024, 33)
     write_sparse_gguf(path, shape)
     load = """
-    flint_rs._core.Model(path, "cpu", "bfloat16", None, report)
+    flint_rs._core.Model(path, "cpu", "bfloat16", None, 8, None, report)
 """
     assert interrupt(START + load + END, path) < 2
 

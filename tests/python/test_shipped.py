@@ -46,7 +46,7 @@ def model() -> FlintForCausalLM:
 
 @pytest.fixture(scope="module")
 def windows() -> list[list[int]]:
-    with flint_rs.Flint(flint_rs.SMALL_MODEL) as flint:
+    with flint_rs.Flint(flint_rs.SMALL_MODEL, device="cpu") as flint:
         ids = flint.tokenize(HELD_OUT.read_text(encoding="utf-8"))
     return [ids[i * WINDOW_TOKENS : (i + 1) * WINDOW_TOKENS] for i in range(WINDOWS)]
 
@@ -61,9 +61,9 @@ def perplexity(rows: list[np.ndarray], windows: list[list[int]]) -> float:
 
 def test_perplexity_equals_transformers(model: FlintForCausalLM, windows: list[list[int]]) -> None:
     expected = perplexity([reference.logits(model, ids) for ids in windows], windows)
-    with flint_rs.Flint(flint_rs.SMALL_MODEL, dtype="float32") as flint:
+    with flint_rs.Flint(flint_rs.SMALL_MODEL, device="cpu", dtype="float32") as flint:
         found = perplexity([flint.logits(ids) for ids in windows], windows)
-    with flint_rs.Flint(flint_rs.SMALL_MODEL, dtype="bfloat16") as flint:
+    with flint_rs.Flint(flint_rs.SMALL_MODEL, device="cpu", dtype="bfloat16") as flint:
         rounded = perplexity([flint.logits(ids) for ids in windows], windows)
     assert found == pytest.approx(expected, rel=1e-3)
     assert rounded == pytest.approx(expected, rel=1e-2), "BF16 activations cost less than a hundredth"
@@ -72,7 +72,7 @@ def test_perplexity_equals_transformers(model: FlintForCausalLM, windows: list[l
 
 def test_logits_equal_transformers(model: FlintForCausalLM, windows: list[list[int]]) -> None:
     expected = reference.logits(model, windows[0])
-    with flint_rs.Flint(flint_rs.SMALL_MODEL, dtype="float32") as flint:
+    with flint_rs.Flint(flint_rs.SMALL_MODEL, device="cpu", dtype="float32") as flint:
         found = flint.logits(windows[0])
     assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()
 
@@ -98,7 +98,7 @@ def test_it_thinks_and_calls_tools() -> None:
         [{"role": "user", "content": "Show me what is in src/main.py."}], [{"type": "function", "function": tool}]
     )
     call = re.compile(r"<tool_call>read_file<arg_key>path</arg_key><arg_value>[^<]+</arg_value></tool_call>$")
-    with flint_rs.Flint(flint_rs.SMALL_MODEL) as flint:
+    with flint_rs.Flint(flint_rs.SMALL_MODEL, device="cpu") as flint:
         prompt = flint.tokenize(text, control=True)
         results = [flint.generate(prompt, seed=seed, max_tokens=160) for seed in range(12)]
     texts = [result.text for result in results]

@@ -1,6 +1,6 @@
 //! Memory of the device, and memory of the host that the device reaches.
 
-use std::{ops::Range, ptr};
+use std::{mem, ops::Range, ptr};
 
 use cudarc::driver::{result, sys};
 
@@ -9,9 +9,10 @@ use crate::error::{Error, Result};
 
 /// Memory of the device, freed on drop.
 pub struct Buffer {
+    /// 0 once it belongs to someone else.
     address: sys::CUdeviceptr,
     len: usize,
-    device: Device,
+    pub(super) device: Device,
 }
 
 impl Device {
@@ -150,6 +151,11 @@ impl Buffer {
         self.read(0, self.len)
     }
 
+    /// Lets go of the memory: whoever takes the address frees it.
+    pub(super) fn take_address(&mut self) -> sys::CUdeviceptr {
+        mem::take(&mut self.address)
+    }
+
     fn check(&self, offset: usize, len: usize) {
         let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(fits, "{len} bytes at {offset} of a buffer of {}", self.len);
@@ -158,6 +164,9 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
+        if self.address == 0 {
+            return;
+        }
         // SAFETY: allocated by `malloc_sync` and freed once. cuMemFree waits for work that uses it. A failure is one of
         // an earlier launch, which the next call reports again.
         let _ = unsafe { result::free_sync(self.address) };

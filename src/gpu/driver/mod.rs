@@ -5,11 +5,14 @@ mod event;
 mod function;
 mod graph;
 mod memory;
+mod shared;
+mod version;
 
 pub use event::Event;
 pub use function::{Call, Function, Kernels};
 pub use graph::Graph;
 pub use memory::{Buffer, Pinned};
+pub use shared::DeviceMemory;
 
 use std::{ffi::c_int, rc::Rc};
 
@@ -54,7 +57,10 @@ impl Device {
         // SAFETY: this only tries to load libcuda, whose initialisers may run at any time. cudarc panics when a later
         // call does not find it, so this comes first.
         if !unsafe { sys::is_culib_present() } {
-            return Err(missing("no CUDA driver (libcuda) is installed".into()));
+            let needed = cuda_version(MIN_DRIVER);
+            return Err(missing(format!(
+                "no CUDA driver (libcuda) is installed, one for CUDA {needed} or newer is needed"
+            )));
         }
         let version = driver_version().map_err(|e| missing(describe(e)))?;
         if version < MIN_DRIVER {
@@ -91,9 +97,11 @@ impl Device {
         capability(self.0.device).map_err(failed("asking the GPU's compute capability"))
     }
 
-    /// The newest CUDA that the driver serves, such as "13.0".
+    /// The driver's version, such as "580.159.04"; where the system does not tell, the newest CUDA that it serves, such as
+    /// "CUDA 13.0".
     pub fn driver(&self) -> Result<String> {
-        driver_version().map(cuda_version).map_err(failed("asking the driver's version"))
+        let served = || driver_version().map_err(failed("asking the driver's version"));
+        version::installed().map_or_else(|| Ok(format!("CUDA {}", cuda_version(served()?))), Ok)
     }
 
     /// Its multiprocessors.
