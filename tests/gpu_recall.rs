@@ -52,7 +52,9 @@ fn sparse(rows: usize, cols: usize, values: impl IntoIterator<Item = (usize, usi
 fn embedding(random: &mut Random, d: usize) -> Matrix {
     let mut values = Vec::new();
     for token in NEEDLES..VOCAB {
-        values.extend((0..NOISE_LEN).map(|i| (token, NOISE + i, if random.bits().is_multiple_of(2) { 1.0 } else { -1.0 })));
+        values.extend(
+            (0..NOISE_LEN).map(|i| (token, NOISE + i, if random.bits().is_multiple_of(2) { 1.0 } else { -1.0 })),
+        );
     }
     for class in 0..CLASSES {
         for name in 0..NAMES {

@@ -4,8 +4,10 @@ use flint_rs::{
     checkpoint::DType,
     config::{FlintConfig, Mlp},
     kernels::{Args, PrefillTile},
+    kv::{KvBlocks, SequenceBlocks},
     plan::{Bases, CHUNK_TOKENS, Card, Limits, Operation, Part, Path, Plan, Step, Totals, Types},
 };
+use proptest::prelude::*;
 
 const LIMITS: Limits =
     Limits { sequences: 8, context_tokens: 262_144, vocab_tokens: 150_144, chunk_tokens: CHUNK_TOKENS };
@@ -45,6 +47,38 @@ fn the_largest_chunk_is_what_a_step_can_have() {
         let pools =
             plan(&FlintConfig::flint(3, 150_144), DType::Bf16, Limits { chunk_tokens: tokens, ..LIMITS }).pools();
         assert_eq!(pools.window_blocks, 8 * 10 + tokens.div_ceil(64));
+    }
+}
+
+proptest! {
+    /// Any mix of chunks and steps of decode: no pool ever runs dry, whatever positions the sequences are at.
+    #[test]
+    fn pools_suffice_for_any_mix(
+        chunk_tokens in 1..400_usize,
+        sequences in 1..9_usize,
+        steps in proptest::collection::vec((any::<bool>(), proptest::collection::vec(1..400_usize, 8)), 1..60),
+    ) {
+        let config = FlintConfig::flint(3, 1024);
+        let limits = Limits { sequences, context_tokens: 2500, vocab_tokens: 1024, chunk_tokens };
+        let pools = plan(&config, DType::Bf16, limits).pools();
+        let mut blocks = KvBlocks::new(&config, pools.full_blocks as u32, pools.window_blocks as u32);
+        let mut all: Vec<SequenceBlocks> = (0..sequences).map(|_| SequenceBlocks::default()).collect();
+        for (decode, wanted) in steps {
+            let mut left = if decode { sequences } else { chunk_tokens };
+            for (sequence, n) in all.iter_mut().zip(wanted) {
+                let n = if decode { 1 } else { n }.min(left).min(limits.context_tokens - sequence.len());
+                left -= n;
+                if n > 0 {
+                    blocks.append(sequence, n).unwrap();
+                }
+            }
+            if !decode {
+                all.iter_mut().for_each(|sequence| blocks.trim(sequence));
+            }
+        }
+        for sequence in all {
+            blocks.free(sequence);
+        }
     }
 }
 
