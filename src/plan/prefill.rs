@@ -149,13 +149,17 @@ pub(super) fn steps(
     weights: &FastWeights,
     bases: &Bases,
     parts: &[Part],
+    logits: bool,
 ) -> Vec<Step> {
     let tiles = tiles(parts);
     let builder = Builder::new(plan, format, bases, parts.iter().map(|part| part.tokens).sum());
     let mut steps = vec![builder.embed(weights)];
     for (index, (layer, cache)) in weights.layers.iter().zip(plan.cache(bases)).enumerate() {
-        builder.attention(index, layer, &cache, &tiles, &mut steps);
-        builder.mlp(index, layer, &mut steps);
+        builder.keys(index, layer, &cache, &tiles, &mut steps);
+        if logits || index + 1 < weights.layers.len() {
+            builder.attention(index, layer, &cache, &tiles, &mut steps);
+            builder.mlp(index, layer, &mut steps);
+        }
     }
     steps
 }
@@ -294,20 +298,13 @@ impl<'a> Builder<'a> {
         self.step(operation, layer, prefill_swiglu(self.format, &args), Args::PrefillLinear(args))
     }
 
-    fn attention(
-        &self,
-        index: usize,
-        layer: &FastLayer,
-        cache: &LayerCache,
-        tiles: &[PrefillTile],
-        steps: &mut Vec<Step>,
-    ) {
+    /// A layer up to its keys and values.
+    fn keys(&self, index: usize, layer: &FastLayer, cache: &LayerCache, tiles: &[PrefillTile], steps: &mut Vec<Step>) {
         let (b, config, w) = (&self.buffers, &self.plan.config, self.weights);
         let (d, hd, kv_heads) = (config.hidden_size, config.head_dim, config.n_kv_heads);
         steps.push(self.norm(index, layer.attn_norm));
         let qkv = (config.n_heads + 2 * kv_heads) * hd;
         steps.push(self.linear(Operation::Qkv, index, (b.normed, d), layer.qkv, (b.qkv, qkv)));
-        let table_stride = self.shared.table_stride as u32;
         let args = PrefillKvArgs {
             qkv: b.qkv,
             kv: cache.kv,
@@ -317,11 +314,23 @@ impl<'a> Builder<'a> {
             k_norm: w + layer.k_norm,
             inv_freq: cache.inv_freq,
             block_stride: cache.block_stride,
-            table_stride,
+            table_stride: self.shared.table_stride as u32,
             eps: config.rms_norm_eps,
         };
         let launch = prefill_kv_launch(kv_heads as u32, tiles).expect(FITS);
         steps.push(self.step(Operation::QkvFinish, index, (PREFILL_KV, launch), Args::PrefillKv(args)));
+    }
+
+    fn attention(
+        &self,
+        index: usize,
+        layer: &FastLayer,
+        cache: &LayerCache,
+        tiles: &[PrefillTile],
+        steps: &mut Vec<Step>,
+    ) {
+        let (b, config, w) = (&self.buffers, &self.plan.config, self.weights);
+        let (d, heads, kv_heads) = (config.hidden_size, config.n_heads * config.head_dim, config.n_kv_heads);
         let args = PrefillAttentionArgs {
             qkv: b.qkv,
             kv: cache.kv,
@@ -331,7 +340,7 @@ impl<'a> Builder<'a> {
             attn: b.attn,
             counter: b.counter,
             block_stride: cache.block_stride,
-            table_stride,
+            table_stride: self.shared.table_stride as u32,
             panel_rows: self.panel_rows() as u32,
             window: cache.window.unwrap_or(0),
             n_tiles: tiles.len() as u32,
@@ -341,7 +350,6 @@ impl<'a> Builder<'a> {
         let attention = PrefillAttention::of((self.plan.card.major, 0), self.plan.card.processors as u32);
         let launch = attention.launch(kv_heads as u32, cache.window, tiles).expect(FITS);
         steps.push(self.step(Operation::Attention, index, (attention.kernel(), launch), Args::PrefillAttention(args)));
-        let heads = config.n_heads * hd;
         steps.push(self.linear(Operation::Output, index, (b.attn, heads), layer.output, (b.delta, d)));
     }
 
