@@ -1,6 +1,10 @@
 //! The compiled kernels of this build.
 
-use crate::kernels::{self, Kernel, decode, decode::Family};
+use crate::kernels::{
+    self, Kernel, decode,
+    decode::Family,
+    prefill::{self, Product},
+};
 
 /// A compiled `.cu`, aligned as the driver wants it.
 #[repr(C, align(16))]
@@ -11,11 +15,14 @@ pub struct Image {
     pub(super) fatbin: &'static Fatbin,
     kernels: &'static [Kernel],
     families: &'static [&'static Family],
+    products: &'static [&'static Product],
 }
 
 impl Image {
     fn all(&self) -> impl Iterator<Item = Kernel> {
-        self.kernels.iter().copied().chain(self.families.iter().flat_map(|family| family.all()))
+        let families = self.families.iter().flat_map(|family| family.all());
+        let products = self.products.iter().flat_map(|product| product.all());
+        self.kernels.iter().copied().chain(families).chain(products)
     }
 
     pub(super) fn has(&self, kernel: Kernel) -> bool {
@@ -25,10 +32,14 @@ impl Image {
 
 macro_rules! image {
     ($name:literal, [$($kernel:path),* $(,)?], [$($family:path),* $(,)?]) => {
+        image!($name, [$($kernel),*], [$($family),*], [])
+    };
+    ($name:literal, [$($kernel:path),*], [$($family:path),*], [$($product:path),* $(,)?]) => {
         Image {
             fatbin: &Fatbin(*include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".fatbin"))),
             kernels: &[$($kernel),*],
             families: &[$(&$family),*],
+            products: &[$(&$product),*],
         }
     };
 }
@@ -57,6 +68,13 @@ pub static IMAGES: &[Image] = &[
     image!("general_norm", [kernels::GENERAL_NORM], []),
     image!("general_project", [kernels::GENERAL_EMBED, kernels::GENERAL_PROJECT], []),
     image!("nvfp4_expand", [kernels::NVFP4_EXPAND_BF16, kernels::NVFP4_EXPAND_F32], []),
+    image!("prefill_experts", [], [], [prefill::EXPERTS_UP, prefill::EXPERTS_DOWN]),
+    image!("prefill_linear", [], [], [prefill::LINEAR, prefill::LOGITS, prefill::SWIGLU]),
+    image!(
+        "prefill_route",
+        [prefill::PREFILL_ROUTE, prefill::PREFILL_GROUP, prefill::PREFILL_GATHER, prefill::PREFILL_COMBINE],
+        []
+    ),
     image!("repack", [kernels::REPACK_NVFP4, kernels::REPACK_BF16], []),
     image!("synthetic", [kernels::SYNTHETIC_F32, kernels::SYNTHETIC_BF16, kernels::SYNTHETIC_NVFP4], []),
 ];

@@ -6,6 +6,7 @@ pub mod decode;
 mod expand;
 mod general;
 mod load;
+pub mod prefill;
 mod sample;
 
 use std::ffi::CStr;
