@@ -27,23 +27,23 @@ static_assert(sizeof(PrefillLinearArgs) == 64 && offsetof(PrefillLinearArgs, row
               offsetof(PrefillLinearArgs, x_panels) == 48 && offsetof(PrefillLinearArgs, scale) == 56);
 
 // Rows that one expert multiplies at once.
-struct PrefillTile {
+struct ExpertTile {
     uint32_t expert;
     uint32_t row;    // first, of the sorted panels; a multiple of 8
     uint32_t rows;   // 1 to most_columns
     uint32_t width;  // rows, rounded up to a width that the kernels are made for
 };
-static_assert(sizeof(PrefillTile) == 16);
+static_assert(sizeof(ExpertTile) == 16);
 
 // prefill_experts_up (x to act), prefill_experts_down (act to y).
 struct PrefillExpertsArgs {
-    const __nv_bfloat16* x;    // panels, sorted by expert: up [32, sorted_rows, 64], down [8, sorted_rows, 64]
-    const uint8_t* weights;    // up [256, 64, 4] tiles of gate and up rows, down [256, 128, 1] tiles
-    const float* scales;       // up [256, 2] gate, up; down [256]
-    __nv_bfloat16* out;        // up: act panels [8, sorted_rows, 64]; down: y [sorted_rows, 2048]
-    const PrefillTile* tiles;  // [n_tiles]
-    const uint32_t* n_tiles;   // [1]
-    uint32_t sorted_rows;      // of the buffers: a multiple of 8
+    const __nv_bfloat16* x;   // panels, sorted by expert: up [32, sorted_rows, 64], down [8, sorted_rows, 64]
+    const uint8_t* weights;   // up [256, 64, 4] tiles of gate and up rows, down [256, 128, 1] tiles
+    const float* scales;      // up [256, 2] gate, up; down [256]
+    __nv_bfloat16* out;       // up: act panels [8, sorted_rows, 64]; down: y [sorted_rows, 2048]
+    const ExpertTile* tiles;  // [n_tiles]
+    const uint32_t* n_tiles;  // [1]
+    uint32_t sorted_rows;     // of the buffers: a multiple of 8
     uint32_t reserved;
 };
 static_assert(sizeof(PrefillExpertsArgs) == 56 && offsetof(PrefillExpertsArgs, sorted_rows) == 48);
@@ -63,7 +63,7 @@ static_assert(sizeof(PrefillRouteArgs) == 40 && offsetof(PrefillRouteArgs, rows)
 struct PrefillGroupArgs {
     const uint32_t* masks;  // [ceil(T / 32), 256]
     uint32_t* places;       // [ceil(T / 32), 256] sorted row of the first of rows 32 b .. that chose e
-    PrefillTile* tiles;     // [256 + 6 T / most_columns]
+    ExpertTile* tiles;      // [256 + 6 T / most_columns]
     uint32_t* n_tiles;      // [1]
     uint32_t rows;          // T
     uint32_t most_columns;  // of a tile: what the prefill_experts kernels of the step are made for

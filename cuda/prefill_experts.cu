@@ -21,10 +21,10 @@ using UpWork = ExpertsWork<64, 4, true>;
 using DownWork = ExpertsWork<128, 1, false>;
 }  // namespace
 
-#define HOPPER(NAME, FORMAT, STREAM, ENDING, WORK, N, ...)                                                  \
+#define WIDE(NAME, FORMAT, STREAM, ENDING, WORK, N, ...)                                                    \
     extern "C" __global__ void HOPPER_CLUSTER(N) __launch_bounds__(Hopper<N>::kThreads, Hopper<N>::kBlocks) \
         NAME##_##FORMAT##_##N(const __grid_constant__ PrefillExpertsArgs args) {                            \
-        prefill<STREAM<Hopper<N>::kAhead>, ENDING, WORK, N, __VA_ARGS__>(args);                             \
+        prefill_wide<STREAM<Hopper<N>::kAhead>, ENDING, WORK, N, __VA_ARGS__>(args);                        \
     }
 #define NARROW(NAME, FORMAT, PIECE, ENDING, WORK, N, ...)                                                     \
     extern "C" __global__ void __launch_bounds__(Narrow<PIECE, N, 1>::kThreads, Narrow<PIECE, N, 1>::kBlocks) \
@@ -36,10 +36,10 @@ using DownWork = ExpertsWork<128, 1, false>;
         NAME##_##FORMAT##_mma(const __grid_constant__ PrefillExpertsArgs args) {      \
         prefill_any_card<STREAM<8>, ENDING, WORK>(args);                              \
     }
-#define PRODUCT(NAME, FORMAT, STREAM, PIECE, ENDING, WORK)                                         \
-    HOPPER(NAME, FORMAT, STREAM, ENDING, WORK, 256, 256, 224, 208, 192, 176, 160, 128, 96, 64, 32) \
-    NARROW(NAME, FORMAT, PIECE, ENDING, WORK, 64, 64, 32, 16, 8)                                   \
-    NARROW(NAME, FORMAT, PIECE, ENDING, WORK, 16, 16, 8)                                           \
+#define PRODUCT(NAME, FORMAT, STREAM, PIECE, ENDING, WORK)                                       \
+    WIDE(NAME, FORMAT, STREAM, ENDING, WORK, 256, 256, 224, 208, 192, 176, 160, 128, 96, 64, 32) \
+    NARROW(NAME, FORMAT, PIECE, ENDING, WORK, 64, 64, 32, 16, 8)                                 \
+    NARROW(NAME, FORMAT, PIECE, ENDING, WORK, 16, 16, 8)                                         \
     ANY_CARD(NAME, FORMAT, STREAM, ENDING, WORK)
 
 PRODUCT(prefill_experts_up, nvfp4, Nvfp4Stream, Nvfp4Piece, SwigluPanels, UpWork)

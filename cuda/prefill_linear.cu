@@ -17,10 +17,10 @@
 #include "prefill_narrow.cuh"
 #include "prefill_wgmma.cuh"
 
-#define HOPPER(NAME, FORMAT, STREAM, ENDING, N)                                                             \
+#define WIDE(NAME, FORMAT, STREAM, ENDING, N)                                                               \
     extern "C" __global__ void HOPPER_CLUSTER(N) __launch_bounds__(Hopper<N>::kThreads, Hopper<N>::kBlocks) \
         NAME##_##FORMAT##_##N(const __grid_constant__ PrefillLinearArgs args) {                             \
-        prefill<STREAM<Hopper<N>::kAhead>, ENDING, LinearWork<N>, N, N>(args);                              \
+        prefill_wide<STREAM<Hopper<N>::kAhead>, ENDING, LinearWork<N>, N, N>(args);                         \
     }
 #define NARROW(NAME, FORMAT, PIECE, ENDING, N, SPLIT)                                                                 \
     extern "C" __global__ void __launch_bounds__(Narrow<PIECE, N, SPLIT>::kThreads, Narrow<PIECE, N, SPLIT>::kBlocks) \
@@ -33,8 +33,8 @@
         prefill_any_card<STREAM<8>, ENDING, LinearWork<AnyCard::kMost>>(args);        \
     }
 #define PRODUCT(NAME, FORMAT, STREAM, PIECE, ENDING, SPLIT) \
-    HOPPER(NAME, FORMAT, STREAM, ENDING, 256)               \
-    HOPPER(NAME, FORMAT, STREAM, ENDING, 128)               \
+    WIDE(NAME, FORMAT, STREAM, ENDING, 256)                 \
+    WIDE(NAME, FORMAT, STREAM, ENDING, 128)                 \
     NARROW(NAME, FORMAT, PIECE, ENDING, 64, SPLIT)          \
     NARROW(NAME, FORMAT, PIECE, ENDING, 16, SPLIT)          \
     ANY_CARD(NAME, FORMAT, STREAM, ENDING)

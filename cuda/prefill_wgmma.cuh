@@ -127,19 +127,19 @@ __device__ __forceinline__ void do_unit(Ring<Shape>& ring, Stream& weights, cons
             return do_unit<Ending, Shape, kRest...>(ring, weights, work, unit, tile, next, shared);
         }
     }
+    float2 scales = work.scales(unit, Ending::strip(threadIdx.x / 32));
+    scales.x *= Stream::kWeightScale;
+    scales.y *= Stream::kWeightScale;
     float d[W / 2];
 #pragma unroll
     for (int i = 0; i < W / 2; ++i) d[i] = 0.0f;
     multiply<W>(d, ring, weights, tile, next, work.k_tiles(), threadIdx.x % 32);
     const Place at(0);
-    float2 scales = work.scales(unit, Ending::strip(at.warp));
-    scales.x *= Stream::kWeightScale;
-    scales.y *= Stream::kWeightScale;
     Ending::template write<W>(d, work, unit, scales, at, shared);
 }
 
 template <typename Stream, typename Ending, typename Work, int kMost, int... kWidths>
-__device__ __forceinline__ void prefill(const typename Work::Args& args) {
+__device__ __forceinline__ void prefill_wide(const typename Work::Args& args) {
     using Shape = Hopper<kMost>;
     constexpr uint32_t kCluster = Shape::kCluster;
     extern __shared__ __align__(1024) uint8_t shared[];
@@ -192,7 +192,7 @@ __device__ __forceinline__ void prefill(const typename Work::Args& args) {
 #else
 
 template <typename Stream, typename Ending, typename Work, int kMost, int... kWidths>
-__device__ __forceinline__ void prefill(const typename Work::Args&) {
+__device__ __forceinline__ void prefill_wide(const typename Work::Args&) {
     __trap();
 }
 

@@ -152,6 +152,19 @@ fn a_prompt_is_the_same_however_it_is_cut() {
             let first = (0..n).find(|t| bits(&cut[t * vocab..][..vocab]) != bits(&whole[t * vocab..][..vocab]));
             assert_eq!(first, None, "{dtype}, {}: pieces of {piece} differ", model.plan().path());
         }
+        // What `prefill` leaves out of the last layer is not missed.
+        let after = |model: &mut GpuModel, logits: bool| {
+            let id = model.add_sequence().unwrap();
+            if logits {
+                model.prompt_logits(id, &tokens, &mut |_| Ok(()), &Cancel::default()).unwrap();
+            } else {
+                prefill(model, id, &tokens);
+            }
+            let found = model.forward(&[(id, 1)]).unwrap();
+            model.remove_sequence(id);
+            bits(&found)
+        };
+        assert!(after(&mut model, true) == after(&mut model, false), "{dtype}: with logits and without");
         // Chunks of the plan's own.
         let mut model = load(synthetic(&config, dtype), 1, 100);
         let cut = prompt_logits(&mut model, &tokens, tokens.len());

@@ -86,11 +86,11 @@ fn flint_takes_the_fast_path_with_the_bytes_of_its_dimensions() {
 fn memory_is_that_of_weights_and_of_every_position() {
     let limits = Limits { sequences: 1, ..LIMITS };
     let memory = plan_of(&flint(), DType::Nvfp4, limits).memory();
-    // 39.8 B parameters: the embedding in BF16, the router in F32, all else in 4.5 bits.
+    // 39.8 B parameters: the embedding in BF16, the router in F32 and in three parts of BF16, all else in 4.5 bits.
     let embedding = 150_144 * 2048;
     let router = 47 * 256 * 2048;
     let matrices = 49 * 2048 * 9216 + 2 * 3 * 6144 * 2048 + 47 * 3 * 2048 * (256 * 512 + 1024) + embedding;
-    let weights = matrices / 16 * 9 + 2 * embedding + 4 * router;
+    let weights = matrices / 16 * 9 + 2 * embedding + 10 * router;
     let slack = memory.weights_bytes - weights;
     // Norms, sinks, scales of strips and alignment.
     assert!(slack < 20 << 20, "{slack}");
@@ -98,7 +98,7 @@ fn memory_is_that_of_weights_and_of_every_position() {
     let window = |sequences: usize| (10 * sequences + 8192 / 64) * 64 * 35 * 2048;
     assert_eq!(memory.kv_bytes, 262_144 * 14 * 2048 + window(1));
     let bf16 = plan_of(&flint(), DType::Bf16, limits).memory();
-    assert!(bf16.weights_bytes.abs_diff(2 * matrices + 2 * embedding + 4 * router) < 20 << 20);
+    assert!(bf16.weights_bytes.abs_diff(2 * matrices + 2 * embedding + 10 * router) < 20 << 20);
     assert_eq!(bf16.kv_bytes, memory.kv_bytes);
     let eight = plan_of(&flint(), DType::Nvfp4, LIMITS).memory();
     assert_eq!(eight.kv_bytes, 8 * 262_144 * 14 * 2048 + window(8));

@@ -102,7 +102,7 @@ pub fn measure(model: &mut GpuModel, table: &mut Table, tokens: usize) -> Result
     let chunk = model.plan().chunk().tokens;
     let part = |first: usize| Part { slot: 0, first, tokens: chunk.min(tokens - first) };
     let work = (0..tokens).step_by(chunk).map(part).map(|part| {
-        let steps: Vec<Step> = model.plan().chunk_steps(&Bases::default(), &[part]);
+        let steps: Vec<Step> = model.plan().chunk_steps(&Bases::default(), &[part], false);
         Work::of(model, &steps, part)
     });
     let work = work.fold(Work::default(), Work::add);
@@ -113,7 +113,7 @@ pub fn measure(model: &mut GpuModel, table: &mut Table, tokens: usize) -> Result
 /// Microseconds of one kernel of each kind in a prompt's last chunk, as part of a chain of all of its kind.
 fn kernels(model: &GpuModel, table: &mut Table, tokens: usize, part: Part) -> Result<()> {
     let mut groups: BTreeMap<(Operation, bool), Vec<(Step, Call)>> = BTreeMap::new();
-    for (step, call) in model.chunk_calls(&[part])? {
+    for (step, call) in model.chunk_calls(&[part], false)? {
         // Attention over a window and over everything differ.
         let layer = model.config().layers.get(step.layer);
         let full = step.operation == Operation::Attention && layer.is_some_and(|l| l.attention == Attention::Full);

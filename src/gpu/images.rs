@@ -1,6 +1,10 @@
 //! The compiled kernels of this build.
 
-use crate::kernels::{self, Kernel, decode, decode::Family};
+use crate::kernels::{
+    self, Kernel, decode,
+    decode::Family,
+    prefill::{self, Product},
+};
 
 /// A compiled `.cu`, aligned as the driver wants it.
 #[repr(C, align(16))]
@@ -11,11 +15,14 @@ pub struct Image {
     pub(super) fatbin: &'static Fatbin,
     kernels: &'static [Kernel],
     families: &'static [&'static Family],
+    products: &'static [&'static Product],
 }
 
 impl Image {
     fn all(&self) -> impl Iterator<Item = Kernel> {
-        self.kernels.iter().copied().chain(self.families.iter().flat_map(|family| family.all()))
+        let families = self.families.iter().flat_map(|family| family.all());
+        let products = self.products.iter().flat_map(|product| product.all());
+        self.kernels.iter().copied().chain(families).chain(products)
     }
 
     pub(super) fn has(&self, kernel: Kernel) -> bool {
@@ -24,11 +31,15 @@ impl Image {
 }
 
 macro_rules! image {
-    ($name:literal, [$($kernel:expr),* $(,)?], [$($family:path),* $(,)?]) => {
+    ($name:literal, [$($kernel:path),* $(,)?], [$($family:path),* $(,)?]) => {
+        image!($name, [$($kernel),*], [$($family),*], [])
+    };
+    ($name:literal, [$($kernel:path),*], [$($family:path),*], [$($product:path),* $(,)?]) => {
         Image {
             fatbin: &Fatbin(*include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".fatbin"))),
             kernels: &[$($kernel),*],
             families: &[$(&$family),*],
+            products: &[$(&$product),*],
         }
     };
 }
@@ -60,33 +71,13 @@ pub static IMAGES: &[Image] = &[
     image!("prefill_attention", [kernels::PREFILL_ATTENTION], []),
     image!("prefill_attention_hopper", [kernels::PREFILL_ATTENTION_HOPPER], []),
     image!("prefill_embed", [kernels::PREFILL_EMBED], []),
-    image!(
-        "prefill_experts",
-        [kernels::prefill::UP[0], kernels::prefill::UP[1], kernels::prefill::DOWN[0], kernels::prefill::DOWN[1]],
-        []
-    ),
+    image!("prefill_experts", [], [], [prefill::EXPERTS_UP, prefill::EXPERTS_DOWN]),
     image!("prefill_kv", [kernels::PREFILL_KV], []),
-    image!(
-        "prefill_linear",
-        [
-            kernels::prefill::LINEAR[0],
-            kernels::prefill::LINEAR[1],
-            kernels::prefill::LOGITS[0],
-            kernels::prefill::LOGITS[1],
-            kernels::prefill::SWIGLU[0],
-            kernels::prefill::SWIGLU[1]
-        ],
-        []
-    ),
+    image!("prefill_linear", [], [], [prefill::LINEAR, prefill::LOGITS, prefill::SWIGLU]),
     image!("prefill_norm", [kernels::PREFILL_NORM], []),
     image!(
         "prefill_route",
-        [
-            kernels::prefill::PREFILL_ROUTE,
-            kernels::prefill::PREFILL_GROUP,
-            kernels::prefill::PREFILL_GATHER,
-            kernels::prefill::PREFILL_COMBINE
-        ],
+        [prefill::PREFILL_ROUTE, prefill::PREFILL_GROUP, prefill::PREFILL_GATHER, prefill::PREFILL_COMBINE],
         []
     ),
     image!("repack", [kernels::REPACK_NVFP4, kernels::REPACK_BF16], []),

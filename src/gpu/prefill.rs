@@ -77,7 +77,7 @@ impl GpuModel {
         progress(0, total);
         for (index, part) in tokens.chunks(most).enumerate() {
             cancel.check()?;
-            self.queue_chunk(&[(id, part)])?;
+            self.queue_chunk(&[(id, part)], false)?;
             if index > 0 {
                 // The one before it: the device has work until the next is queued.
                 self.chunks.wait(2)?;
@@ -96,7 +96,7 @@ impl GpuModel {
     /// Errors: as there; more tokens than [`Chunk::tokens`] are refused.
     pub fn prefill_batch(&mut self, parts: &[(SequenceId, &[u32])]) -> Result<()> {
         self.check_chunk(parts)?;
-        self.queue_chunk(parts).map(drop)
+        self.queue_chunk(parts, false)
     }
 
     /// A mixed step: one token for each of `rows` through the decode kernels, then `parts` through those of prefill, so that
@@ -112,7 +112,7 @@ impl GpuModel {
         }
         self.restart_decode(rows.iter().map(|row| row.0).collect());
         self.queue_tokens(rows, Ending::Logits)?;
-        self.queue_chunk(parts)?;
+        self.queue_chunk(parts, false)?;
         self.restart_decode(Vec::new());
         self.read_logits(rows.len())
     }
@@ -131,7 +131,7 @@ impl GpuModel {
         let Chunk { tokens: most, logits_rows, .. } = *self.plan.chunk();
         for part in tokens.chunks(most) {
             cancel.check()?;
-            self.queue_chunk(&[(id, part)])?;
+            self.queue_chunk(&[(id, part)], true)?;
             for first in (0..part.len()).step_by(logits_rows) {
                 cancel.check()?;
                 let rows = logits_rows.min(part.len() - first);
@@ -160,24 +160,24 @@ impl GpuModel {
     }
 
     /// The launches of a chunk, ready to be queued one by one or recorded; for benches, behind a chunk of the same parts.
-    pub fn chunk_calls(&self, parts: &[Part]) -> Result<Vec<(Step, Call)>> {
-        let steps = self.plan.chunk_steps(&self.bases(), parts);
+    pub fn chunk_calls(&self, parts: &[Part], logits: bool) -> Result<Vec<(Step, Call)>> {
+        let steps = self.plan.chunk_steps(&self.bases(), parts, logits);
         steps.into_iter().map(|step| Ok((step, self.call(&step)?))).collect()
     }
 
-    /// Gives the tokens their positions, and queues their chunk.
-    fn queue_chunk(&mut self, tokens: &[(SequenceId, &[u32])]) -> Result<Vec<Part>> {
-        let parts = self.try_queue_chunk(tokens);
-        if parts.is_err() {
+    /// Gives the tokens their positions, and queues their chunk; `logits` as in [`crate::plan::Plan::chunk_steps`].
+    fn queue_chunk(&mut self, tokens: &[(SequenceId, &[u32])], logits: bool) -> Result<()> {
+        let queued = self.try_queue_chunk(tokens, logits);
+        if queued.is_err() {
             // Positions were given whose keys may never come.
             for &(id, _) in tokens {
                 self.remove_sequence(id);
             }
         }
-        parts
+        queued
     }
 
-    fn try_queue_chunk(&mut self, tokens: &[(SequenceId, &[u32])]) -> Result<Vec<Part>> {
+    fn try_queue_chunk(&mut self, tokens: &[(SequenceId, &[u32])], logits: bool) -> Result<()> {
         let ids: Vec<_> = tokens.iter().map(|&(id, _)| id).collect();
         if self.decode_rows().iter().any(|id| ids.contains(id)) {
             self.restart_decode(Vec::new());
@@ -193,7 +193,7 @@ impl GpuModel {
         let words = self.plan.chunk_inputs(&parts);
         self.chunks.upload(&words, &self.buffers, self.plan.chunk().inputs.tokens)?;
         let parts: Vec<_> = parts.into_iter().map(|(part, _)| part).collect();
-        for (_, call) in self.chunk_calls(&parts)? {
+        for (_, call) in self.chunk_calls(&parts, logits)? {
             call.queue(self.options.pdl)?;
         }
         self.chunks.end()?;
@@ -201,7 +201,7 @@ impl GpuModel {
         for id in &ids {
             self.blocks.trim(self.sequences.get_mut(id).expect("prompts were checked"));
         }
-        Ok(parts)
+        Ok(())
     }
 
     /// Refuses what a chunk cannot have, besides what [`Self::check_prompt`] does.

@@ -1,155 +1,605 @@
-//! Stand-in.
-#![allow(missing_docs)]
-use crate::kernels::{Kernel, Launch};
-use crate::tiles::TileFormat;
+//! Products over many rows: `cuda/prefill_linear.cu`, `cuda/prefill_experts.cu`, `cuda/prefill_route.cu` and
+//! `cuda/args_prefill.h`.
+
+use std::{ffi::CStr, mem::offset_of};
+
+use super::{
+    Kernel, Launch,
+    decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN},
+};
+use crate::tiles::{TILE_COLS, TILE_ROWS, TileFormat};
+
+/// Inputs of a panel, see `cuda/panel.cuh`.
+pub const PANEL: usize = 64;
+/// The rows of panels are a multiple of this.
+pub const ROWS_STEP: usize = 8;
+/// Strips of a unit of work.
+const UNIT_STRIPS: usize = 8;
+/// Chunks of a tile, one a panel.
+const TILE_PANELS: usize = TILE_COLS / PANEL;
+/// Bytes of a row of a panel.
+const PANEL_ROW_BYTES: usize = 2 * PANEL;
+/// Rows that share a mask of choices.
+const MASK_ROWS: usize = 32;
+/// Rows that a block of [`PREFILL_GATHER`] copies.
+const GATHER_ROWS: usize = 8;
+
+/// The argument of [`LINEAR`], [`LOGITS`] and [`SWIGLU`]. T is the number of rows. Addresses are the device's.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PrefillLinearArgs {
+    /// Panels `[x_panels, panel_rows, 64]` bf16; a multiple of 16.
     pub x: u64,
+    /// `[strips, k_tiles]` tiles.
     pub weights: u64,
+    /// `[strips, 2]` f32, of rows 0-7 and of rows 8-15, or 0: `scale` for all.
     pub scales: u64,
+    /// `[T, out_stride]` bf16 or f32; of [`SWIGLU`] panels `[strips / 8, out_stride, 64]`. Written; a multiple of 16.
     pub out: u64,
+    /// T.
     pub rows: u32,
+    /// Rows of a panel of `x`: a multiple of 8, at least T. Those behind T may hold anything.
     pub panel_rows: u32,
+    /// Strips of 16 rows; of [`SWIGLU`] a multiple of 8.
     pub strips: u32,
+    /// Inputs / 512.
     pub k_tiles: u32,
+    /// Inputs 64 i .. of the product are panel i % `x_panels`: `8 k_tiles` but for the router.
     pub x_panels: u32,
+    /// Values from one row of `out` to the next, of bf16 a multiple of 8; of [`SWIGLU`] rows of a panel of `out`.
     pub out_stride: u32,
+    /// Without `scales`.
     pub scale: f32,
-    pub reserved: u32,
-}
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct PrefillExpertsArgs {
-    pub x: u64,
-    pub weights: u64,
-    pub scales: u64,
-    pub out: u64,
-    pub tiles: u64,
-    pub n_tiles: u64,
-    pub sorted_rows: u32,
-    pub reserved: u32,
-}
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct PrefillRouteArgs {
-    pub logits: u64,
-    pub experts: u64,
-    pub weights: u64,
-    pub masks: u64,
-    pub rows: u32,
-    pub reserved: u32,
-}
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct PrefillGroupArgs {
-    pub masks: u64,
-    pub places: u64,
-    pub tiles: u64,
-    pub n_tiles: u64,
-    pub rows: u32,
-    pub most_columns: u32,
-}
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct PrefillGatherArgs {
-    pub x: u64,
-    pub experts: u64,
-    pub masks: u64,
-    pub places: u64,
-    pub sorted: u64,
-    pub out: u64,
-    pub rows: u32,
-    pub panel_rows: u32,
-    pub sorted_rows: u32,
-    pub reserved: u32,
-}
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct PrefillCombineArgs {
-    pub y: u64,
-    pub sorted: u64,
-    pub weights: u64,
-    pub shared: u64,
-    pub delta: u64,
-    pub rows: u32,
+    /// Fills the struct.
     pub reserved: u32,
 }
 
-const fn symbol(bytes: &'static [u8]) -> &'static std::ffi::CStr {
-    match std::ffi::CStr::from_bytes_with_nul(bytes) {
-        Ok(symbol) => symbol,
-        Err(_) => panic!(),
+/// The argument of [`EXPERTS_UP`] and [`EXPERTS_DOWN`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PrefillExpertsArgs {
+    /// Panels sorted by expert: up `[32, sorted_rows, 64]` bf16, down `[8, sorted_rows, 64]`.
+    pub x: u64,
+    /// Up `[256, 64, 4]` tiles of gate and up rows, down `[256, 128, 1]` tiles.
+    pub weights: u64,
+    /// Up `[256, 2]` f32: gate, up; down `[256]`.
+    pub scales: u64,
+    /// Up: panels `[8, sorted_rows, 64]` bf16, down `[sorted_rows, 2048]` bf16; written.
+    pub out: u64,
+    /// `[n_tiles, 4]` u32 of [`PREFILL_GROUP`]. Read before the kernel in front has ended: another has to stand between.
+    pub tiles: u64,
+    /// `[1]` u32.
+    pub n_tiles: u64,
+    /// Rows of a panel, at least [`sorted_rows`].
+    pub sorted_rows: u32,
+    /// Fills the struct.
+    pub reserved: u32,
+}
+
+/// The argument of [`PREFILL_ROUTE`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PrefillRouteArgs {
+    /// `[T, 256]` f32.
+    pub logits: u64,
+    /// `[T, 6]` u32 ascending, written.
+    pub experts: u64,
+    /// `[T, 6]` f32 of those, written.
+    pub weights: u64,
+    /// `[ceil(T / 32), 256]` u32, written: bit i of `[b, e]`: row 32 b + i chose expert e.
+    pub masks: u64,
+    /// T.
+    pub rows: u32,
+    /// Fills the struct.
+    pub reserved: u32,
+}
+
+/// The argument of [`PREFILL_GROUP`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PrefillGroupArgs {
+    /// `[ceil(T / 32), 256]` u32.
+    pub masks: u64,
+    /// `[ceil(T / 32), 256]` u32, written: sorted row of the first of rows 32 b .. that chose expert e.
+    pub places: u64,
+    /// `[expert_tiles(T, most_columns), 4]` u32, written: expert, first sorted row, rows, columns multiplied.
+    pub tiles: u64,
+    /// `[1]` u32, written.
+    pub n_tiles: u64,
+    /// T.
+    pub rows: u32,
+    /// [`Products::expert_columns`].
+    pub most_columns: u32,
+}
+
+/// The argument of [`PREFILL_GATHER`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PrefillGatherArgs {
+    /// Panels `[32, panel_rows, 64]` bf16.
+    pub x: u64,
+    /// `[T, 6]` u32.
+    pub experts: u64,
+    /// `[ceil(T / 32), 256]` u32.
+    pub masks: u64,
+    /// `[ceil(T / 32), 256]` u32.
+    pub places: u64,
+    /// `[T, 6]` u32, written: the sorted row of each choice.
+    pub sorted: u64,
+    /// Panels `[32, sorted_rows, 64]` bf16; the rows of `sorted` are written.
+    pub out: u64,
+    /// T.
+    pub rows: u32,
+    /// Rows of a panel of `x`.
+    pub panel_rows: u32,
+    /// Rows of a panel of `out`, at least [`sorted_rows`].
+    pub sorted_rows: u32,
+    /// Fills the struct.
+    pub reserved: u32,
+}
+
+/// The argument of [`PREFILL_COMBINE`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PrefillCombineArgs {
+    /// `[sorted_rows, 2048]` bf16.
+    pub y: u64,
+    /// `[T, 6]` u32.
+    pub sorted: u64,
+    /// `[T, 6]` f32.
+    pub weights: u64,
+    /// `[T, 2048]` bf16, output of the shared expert.
+    pub shared: u64,
+    /// `[T, 2048]` bf16, written.
+    pub delta: u64,
+    /// T.
+    pub rows: u32,
+    /// Fills the struct.
+    pub reserved: u32,
+}
+
+const _: () = assert!(
+    size_of::<PrefillLinearArgs>() == 64
+        && offset_of!(PrefillLinearArgs, rows) == 32
+        && offset_of!(PrefillLinearArgs, x_panels) == 48
+        && offset_of!(PrefillLinearArgs, scale) == 56
+        && size_of::<PrefillExpertsArgs>() == 56
+        && offset_of!(PrefillExpertsArgs, sorted_rows) == 48
+        && size_of::<PrefillRouteArgs>() == 40
+        && offset_of!(PrefillRouteArgs, rows) == 32
+        && size_of::<PrefillGroupArgs>() == 40
+        && offset_of!(PrefillGroupArgs, rows) == 32
+        && size_of::<PrefillGatherArgs>() == 64
+        && offset_of!(PrefillGatherArgs, rows) == 48
+        && size_of::<PrefillCombineArgs>() == 48
+        && offset_of!(PrefillCombineArgs, rows) == 40
+);
+
+impl PrefillLinearArgs {
+    /// Floating-point operations of the product.
+    pub fn flops(&self) -> u64 {
+        2 * (TILE_ROWS * TILE_COLS) as u64 * u64::from(self.strips) * u64::from(self.k_tiles) * u64::from(self.rows)
     }
 }
-macro_rules! pair {
-    ($name:literal, $args:ty) => {
-        [
-            Kernel {
-                symbol: symbol(concat!($name, "_nvfp4_256\0").as_bytes()),
-                args_bytes: size_of::<$args>(),
-                pdl: true,
-            },
-            Kernel {
-                symbol: symbol(concat!($name, "_bf16_256\0").as_bytes()),
-                args_bytes: size_of::<$args>(),
-                pdl: true,
-            },
-        ]
+
+/// Sorted rows of T rows: each expert's begin at a multiple of eight.
+pub const fn sorted_rows(rows: usize) -> usize {
+    (CHOSEN * rows + EXPERTS * (ROWS_STEP - 1)).next_multiple_of(ROWS_STEP)
+}
+
+/// Most tiles of 16 bytes that [`PREFILL_GROUP`] makes of T rows.
+pub const fn expert_tiles(rows: usize, most_columns: u32) -> usize {
+    EXPERTS + CHOSEN * rows / most_columns as usize
+}
+
+/// How a kernel feeds the tensor cores, and with how many columns at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// `prefill_wgmma.cuh`, 256 or 128.
+    Wide(usize),
+    /// `prefill_narrow.cuh`, 64 or 16.
+    Narrow(usize),
+    /// `prefill_mma.cuh`.
+    AnyCard,
+}
+
+/// Columns of [`Way::AnyCard`].
+const ANY_CARD_COLUMNS: usize = 64;
+
+/// One operation, compiled for each format and several ways to do it. All give the same bits.
+#[derive(Debug)]
+pub struct Product {
+    ways: &'static [Way],
+    /// By format (NVFP4, BF16), then as `ways`.
+    kernels: [&'static [Kernel]; 2],
+    ending: Ending,
+    /// Blocks of [`Way::Narrow`] that share a unit.
+    split: usize,
+}
+
+/// What is kept in shared memory when a unit ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ending {
+    Bf16Rows,
+    F32Rows,
+    SwigluPanels,
+}
+
+impl Product {
+    /// All its kernels, to load at start.
+    pub fn all(&self) -> impl Iterator<Item = Kernel> {
+        self.kernels.into_iter().flatten().copied()
+    }
+
+    /// The ways to do it.
+    pub fn ways(&self) -> &'static [Way] {
+        self.ways
+    }
+
+    fn kernel(&self, format: TileFormat, way: Way) -> Kernel {
+        let index = self.ways.iter().position(|&other| other == way).expect("a way of this product");
+        self.kernels[usize::from(format == TileFormat::Bf16)][index]
+    }
+}
+
+const fn symbol(bytes: &'static [u8]) -> &'static CStr {
+    match CStr::from_bytes_with_nul(bytes) {
+        Ok(symbol) => symbol,
+        Err(_) => panic!("a symbol ends with its only zero byte"),
+    }
+}
+
+macro_rules! product {
+    ($(#[$doc:meta])* $product:ident, $name:literal, $args:ty, $ending:ident, $split:literal,
+     [$($way:expr => $suffix:literal),*]) => {
+        $(#[$doc])*
+        pub static $product: Product = Product {
+            ways: &[$($way),*],
+            kernels: [
+                &[$(product!(@ $name, "_nvfp4_", $suffix, $args)),*],
+                &[$(product!(@ $name, "_bf16_", $suffix, $args)),*],
+            ],
+            ending: Ending::$ending,
+            split: $split,
+        };
+    };
+    (@ $name:literal, $format:literal, $suffix:literal, $args:ty) => {
+        Kernel {
+            symbol: symbol(concat!($name, $format, $suffix, "\0").as_bytes()),
+            args_bytes: size_of::<$args>(),
+            pdl: true,
+        }
+    };
+    ($(#[$doc:meta])* linear $product:ident, $name:literal, $ending:ident, $split:literal) => {
+        product!($(#[$doc])* $product, $name, PrefillLinearArgs, $ending, $split, [
+            Way::Wide(256) => "256", Way::Wide(128) => "128", Way::Narrow(64) => "64", Way::Narrow(16) => "16",
+            Way::AnyCard => "mma"
+        ]);
+    };
+    ($(#[$doc:meta])* experts $product:ident, $name:literal, $ending:ident) => {
+        product!($(#[$doc])* $product, $name, PrefillExpertsArgs, $ending, 1, [
+            Way::Wide(256) => "256", Way::Narrow(64) => "64", Way::Narrow(16) => "16", Way::AnyCard => "mma"
+        ]);
     };
 }
-pub const LINEAR: [Kernel; 2] = pair!("prefill_linear", PrefillLinearArgs);
-pub const LOGITS: [Kernel; 2] = pair!("prefill_logits", PrefillLinearArgs);
-pub const SWIGLU: [Kernel; 2] = pair!("prefill_swiglu", PrefillLinearArgs);
-pub const UP: [Kernel; 2] = pair!("prefill_experts_up", PrefillExpertsArgs);
-pub const DOWN: [Kernel; 2] = pair!("prefill_experts_down", PrefillExpertsArgs);
-const RING: u32 = 5 * 32768 + 5 * 16;
-fn pick(kernels: [Kernel; 2], f: TileFormat) -> Kernel {
-    kernels[usize::from(f == TileFormat::Bf16)]
-}
-fn linear(k: [Kernel; 2], f: TileFormat, a: &PrefillLinearArgs, ending: u32, out: u64) -> (Kernel, Launch) {
-    let units = a.rows.div_ceil(256) * a.strips.div_ceil(16);
-    let bytes = u64::from(a.strips) * u64::from(a.k_tiles) * f.tile_bytes() as u64
-        + u64::from(a.rows) * (u64::from(a.x_panels) * 128 + u64::from(a.strips) * out);
-    (pick(k, f), Launch { grid: [2 * units.min(66), 1, 1], block: 384, shared_bytes: RING + ending, bytes })
-}
-pub fn prefill_linear(f: TileFormat, a: &PrefillLinearArgs) -> (Kernel, Launch) {
-    linear(LINEAR, f, a, 12288, 32)
-}
-pub fn prefill_swiglu(f: TileFormat, a: &PrefillLinearArgs) -> (Kernel, Launch) {
-    linear(SWIGLU, f, a, 32768, 16)
-}
-pub fn prefill_logits(f: TileFormat, a: &PrefillLinearArgs) -> (Kernel, Launch) {
-    linear(LOGITS, f, a, 0, 64)
-}
-pub fn prefill_experts_up(f: TileFormat, rows: usize) -> (Kernel, Launch) {
-    let bytes = (256 * 64 * 4 * f.tile_bytes() + 6 * rows * (4096 + 1024)) as u64;
-    (pick(UP, f), Launch { grid: [132, 1, 1], block: 384, shared_bytes: RING + 32768, bytes })
-}
-pub fn prefill_experts_down(f: TileFormat, rows: usize) -> (Kernel, Launch) {
-    let bytes = (256 * 128 * f.tile_bytes() + 6 * rows * (4096 + 1024)) as u64;
-    (pick(DOWN, f), Launch { grid: [132, 1, 1], block: 384, shared_bytes: RING + 12288, bytes })
-}
+
+product!(
+    /// To rows of bf16.
+    linear LINEAR, "prefill_linear", Bf16Rows, 2);
+product!(
+    /// To rows of f32.
+    linear LOGITS, "prefill_logits", F32Rows, 1);
+product!(
+    /// Gate and up, to panels of activations.
+    linear SWIGLU, "prefill_swiglu", SwigluPanels, 2);
+product!(
+    /// The routed experts' first half.
+    experts EXPERTS_UP, "prefill_experts_up", SwigluPanels);
+product!(
+    /// The routed experts' second half.
+    experts EXPERTS_DOWN, "prefill_experts_down", Bf16Rows);
+
+/// The choice of experts.
 pub const PREFILL_ROUTE: Kernel =
     Kernel { symbol: c"prefill_route", args_bytes: size_of::<PrefillRouteArgs>(), pdl: true };
-pub fn prefill_route_launch(rows: usize) -> Launch {
-    Launch { grid: [rows.div_ceil(32) as u32, 1, 1], block: 1024, shared_bytes: 0, bytes: (rows * 1072) as u64 }
-}
+/// Where each expert's rows lie, and the tiles over them.
 pub const PREFILL_GROUP: Kernel =
     Kernel { symbol: c"prefill_group", args_bytes: size_of::<PrefillGroupArgs>(), pdl: true };
-pub fn prefill_group_launch(rows: usize) -> Launch {
-    Launch { grid: [1, 1, 1], block: 1024, shared_bytes: 0, bytes: (rows * 96) as u64 }
-}
+/// Copies rows to their experts.
 pub const PREFILL_GATHER: Kernel =
     Kernel { symbol: c"prefill_gather", args_bytes: size_of::<PrefillGatherArgs>(), pdl: true };
-pub fn prefill_gather_launch(rows: usize) -> Launch {
-    Launch { grid: [rows.div_ceil(8) as u32, 1, 1], block: 256, shared_bytes: 0, bytes: (rows * 7 * 4096) as u64 }
-}
+/// The output of a MoE layer.
 pub const PREFILL_COMBINE: Kernel =
     Kernel { symbol: c"prefill_combine", args_bytes: size_of::<PrefillCombineArgs>(), pdl: true };
-pub fn prefill_combine_launch(rows: usize) -> Launch {
-    Launch { grid: [rows as u32, 1, 1], block: 256, shared_bytes: 0, bytes: (rows * 8 * 4096) as u64 }
+
+/// Picks kernels for a card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Products {
+    hopper: bool,
+    processors: usize,
 }
-pub fn expert_columns(_: usize) -> u32 {
-    256
+
+impl Products {
+    /// For a card of compute capability `major`.x with `processors` multiprocessors.
+    pub fn of(major: u32, processors: usize) -> Self {
+        Self { hopper: major == 9, processors }
+    }
+
+    /// The launch of [`LINEAR`].
+    pub fn linear(self, format: TileFormat, args: &PrefillLinearArgs) -> (Kernel, Launch) {
+        self.fastest(&LINEAR, format, args)
+    }
+
+    /// The launch of [`LOGITS`].
+    pub fn logits(self, format: TileFormat, args: &PrefillLinearArgs) -> (Kernel, Launch) {
+        self.fastest(&LOGITS, format, args)
+    }
+
+    /// The launch of [`SWIGLU`].
+    pub fn swiglu(self, format: TileFormat, args: &PrefillLinearArgs) -> (Kernel, Launch) {
+        self.fastest(&SWIGLU, format, args)
+    }
+
+    /// The launch of [`EXPERTS_UP`] for T rows.
+    pub fn experts_up(self, format: TileFormat, rows: usize) -> (Kernel, Launch) {
+        self.experts(&EXPERTS_UP, format, self.experts_way(rows), rows)
+    }
+
+    /// The launch of [`EXPERTS_DOWN`] for T rows.
+    pub fn experts_down(self, format: TileFormat, rows: usize) -> (Kernel, Launch) {
+        self.experts(&EXPERTS_DOWN, format, self.experts_way(rows), rows)
+    }
+
+    /// Most rows of a tile of the experts' kernels for T rows, which [`PREFILL_GROUP`] has to know.
+    pub fn expert_columns(self, rows: usize) -> u32 {
+        self.experts_way(rows).columns() as u32
+    }
+
+    /// By what was measured on an H200 with random routing, see benches/notes.md.
+    fn experts_way(self, rows: usize) -> Way {
+        match rows {
+            _ if !self.hopper => Way::AnyCard,
+            0..=512 => Way::Narrow(16),
+            513..=3072 => Way::Narrow(64),
+            _ => Way::Wide(256),
+        }
+    }
+
+    fn fastest(self, product: &Product, format: TileFormat, args: &PrefillLinearArgs) -> (Kernel, Launch) {
+        let ways = product.ways.iter().copied().filter(|&way| (way == Way::AnyCard) != self.hopper);
+        let way = ways.min_by_key(|&way| self.nanoseconds(product, format, way, args)).expect("one for each card");
+        self.linear_launch(product, format, way, args)
+    }
+
+    /// What a launch takes on an H200, to 10 %: benches/notes.md has the measurements.
+    fn nanoseconds(self, product: &Product, format: TileFormat, way: Way, args: &PrefillLinearArgs) -> usize {
+        let bf16 = format == TileFormat::Bf16;
+        // A chunk of 64 inputs of a unit, and its beginning and end.
+        let (chunk, ends) = match (way, product.split) {
+            (Way::Wide(256), _) => (if bf16 { 760 } else { 630 }, 2500),
+            (Way::Wide(_), _) => (if bf16 { 600 } else { 440 }, 2000),
+            (Way::Narrow(64), 1) => (if bf16 { 400 } else { 300 }, 1500),
+            (Way::Narrow(_), 1) => (if bf16 { 330 } else { 365 }, 1500),
+            (Way::Narrow(64), _) => (if bf16 { 280 } else { 184 }, 1500),
+            (Way::Narrow(_), _) => (if bf16 { 240 } else { 140 }, 1500),
+            (Way::AnyCard, _) => (500, 2500),
+        };
+        let shape = Shape::of(product, format, way);
+        let at_once = self.processors * shape.blocks / shape.together;
+        let waves = shape.units(args).div_ceil(at_once);
+        waves * (TILE_PANELS * args.k_tiles as usize * chunk + ends)
+    }
+
+    /// The launch of [`LINEAR`], [`LOGITS`] or [`SWIGLU`] in one of its ways.
+    pub fn linear_launch(
+        self,
+        product: &Product,
+        format: TileFormat,
+        way: Way,
+        args: &PrefillLinearArgs,
+    ) -> (Kernel, Launch) {
+        let (rows, strips) = (args.rows as usize, args.strips as usize);
+        let out = match product.ending {
+            Ending::Bf16Rows => 2 * TILE_ROWS,
+            Ending::F32Rows => 4 * TILE_ROWS,
+            Ending::SwigluPanels => TILE_ROWS,
+        };
+        let weights = strips * args.k_tiles as usize * format.tile_bytes();
+        let shape = Shape::of(product, format, way);
+        let bytes = weights + rows * (args.x_panels as usize * PANEL_ROW_BYTES + strips * out);
+        (product.kernel(format, way), self.launch(shape, shape.units(args), bytes))
+    }
+
+    /// The launch of [`EXPERTS_UP`] or [`EXPERTS_DOWN`] in one of its ways, for T rows.
+    pub fn experts(self, product: &Product, format: TileFormat, way: Way, rows: usize) -> (Kernel, Launch) {
+        let up = product.ending == Ending::SwigluPanels;
+        let (tiles, x, out) = if up { (256, HIDDEN, EXPERT_WIDTH) } else { (128, EXPERT_WIDTH, HIDDEN) };
+        let stacks = if up { 64 } else { 128 } / UNIT_STRIPS;
+        let shape = Shape::of(product, format, way);
+        let most_units = expert_tiles(rows, way.columns() as u32) * stacks.div_ceil(shape.cluster);
+        let bytes = EXPERTS.min(CHOSEN * rows) * tiles * format.tile_bytes() + CHOSEN * rows * 2 * (x + out);
+        (product.kernel(format, way), self.launch(shape, most_units, bytes))
+    }
+
+    fn launch(self, shape: Shape, units: usize, bytes: usize) -> Launch {
+        let most = self.processors * shape.blocks / shape.together;
+        Launch {
+            grid: [(units.min(most) * shape.together) as u32, 1, 1],
+            block: shape.threads as u32,
+            shared_bytes: shape.shared_bytes as u32,
+            bytes: bytes as u64,
+        }
+    }
+}
+
+impl Way {
+    /// Most columns at once.
+    pub fn columns(self) -> usize {
+        match self {
+            Self::Wide(columns) | Self::Narrow(columns) => columns,
+            Self::AnyCard => ANY_CARD_COLUMNS,
+        }
+    }
+}
+
+/// The geometry of a kernel: `Hopper`, `Narrow` and `AnyCard` of `cuda/prefill_*.cuh`.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    columns: usize,
+    threads: usize,
+    /// On a multiprocessor.
+    blocks: usize,
+    /// Blocks of a cluster: as many units beside each other.
+    cluster: usize,
+    /// Blocks that take the same step: a cluster, or those that share a unit.
+    together: usize,
+    shared_bytes: usize,
+}
+
+impl Shape {
+    fn of(product: &Product, format: TileFormat, way: Way) -> Self {
+        let columns = way.columns();
+        let ending = match product.ending {
+            Ending::Bf16Rows => UNIT_STRIPS * 32 * 48,
+            Ending::F32Rows => 0,
+            Ending::SwigluPanels => 2 * columns * 64,
+        };
+        match way {
+            Way::Wide(_) => {
+                let (stages, stage) = (5, 32 << 10);
+                let shared_bytes = stages * (stage + 16) + ending;
+                Self { columns, threads: 256 + 128, blocks: 1, cluster: 2, together: 2, shared_bytes }
+            }
+            Way::Narrow(_) => {
+                let split = product.split;
+                let (chunks, piece) = match format {
+                    TileFormat::Nvfp4 => (TILE_PANELS, format.tile_bytes()),
+                    TileFormat::Bf16 => (TILE_PANELS / 4, format.tile_bytes() / 4),
+                };
+                let strips = UNIT_STRIPS / split;
+                let blocks = if columns <= 16 && split == 1 { 2 } else { 1 };
+                let stage = chunks * columns * PANEL_ROW_BYTES + strips * piece;
+                let stages = ((208 << 10) / blocks / stage).min(8);
+                let shared_bytes = stages * (stage + 16) + ending / split;
+                Self { columns, threads: 32 * strips + 32, blocks, cluster: 1, together: split, shared_bytes }
+            }
+            Way::AnyCard => {
+                let shared_bytes = 4 * columns * PANEL_ROW_BYTES + ending;
+                Self { columns, threads: 32 * UNIT_STRIPS, blocks: 2, cluster: 1, together: 1, shared_bytes }
+            }
+        }
+    }
+
+    fn units(self, args: &PrefillLinearArgs) -> usize {
+        let stacks = (args.strips as usize).div_ceil(UNIT_STRIPS * self.cluster);
+        (args.rows as usize).div_ceil(self.columns) * stacks
+    }
+}
+
+/// The launch of [`PREFILL_ROUTE`] for T rows.
+pub fn prefill_route_launch(rows: usize) -> Launch {
+    let masks = rows.div_ceil(MASK_ROWS);
+    Launch {
+        grid: [masks as u32, 1, 1],
+        block: 1024,
+        shared_bytes: 0,
+        bytes: (4 * (rows * (EXPERTS + 2 * CHOSEN) + masks * EXPERTS)) as u64,
+    }
+}
+
+/// The launch of [`PREFILL_GROUP`] for T rows.
+pub fn prefill_group_launch(rows: usize) -> Launch {
+    let bytes = (8 * rows.div_ceil(MASK_ROWS) * EXPERTS) as u64;
+    Launch { grid: [1, 1, 1], block: 1024, shared_bytes: 0, bytes }
+}
+
+/// The launch of [`PREFILL_GATHER`] for T rows.
+pub fn prefill_gather_launch(rows: usize) -> Launch {
+    Launch {
+        grid: [rows.div_ceil(GATHER_ROWS) as u32, 1, 1],
+        block: 256,
+        shared_bytes: 0,
+        bytes: (rows * (1 + CHOSEN) * 2 * HIDDEN) as u64,
+    }
+}
+
+/// The launch of [`PREFILL_COMBINE`] for T rows.
+pub fn prefill_combine_launch(rows: usize) -> Launch {
+    Launch { grid: [rows as u32, 1, 1], block: 256, shared_bytes: 0, bytes: (rows * (2 + CHOSEN) * 2 * HIDDEN) as u64 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FORMATS: [TileFormat; 2] = [TileFormat::Nvfp4, TileFormat::Bf16];
+
+    fn args(strips: u32, k_tiles: u32, rows: u32) -> PrefillLinearArgs {
+        PrefillLinearArgs { strips, k_tiles, rows, x_panels: 8 * k_tiles, ..PrefillLinearArgs::default() }
+    }
+
+    #[test]
+    fn shared_memory_fits() {
+        let products = Products::of(9, 132);
+        for format in FORMATS {
+            for product in [&LINEAR, &LOGITS, &SWIGLU, &EXPERTS_UP, &EXPERTS_DOWN] {
+                for &way in product.ways {
+                    let shape = Shape::of(product, format, way);
+                    // sm_86, sm_89 and sm_120 give a block 99 KiB; Hopper 227, and 228 to all blocks, each with 1 of its own.
+                    let most = if way == Way::AnyCard { 99 << 10 } else { 227 << 10 };
+                    assert!(shape.shared_bytes <= most, "{way:?} {shape:?}");
+                    assert!(way == Way::AnyCard || shape.blocks * (shape.shared_bytes + 1024) <= 228 << 10, "{shape:?}");
+                }
+            }
+            for product in [&EXPERTS_UP, &EXPERTS_DOWN] {
+                let (_, launch) = products.experts(product, format, Way::Wide(256), 8192);
+                assert_eq!(launch.grid, [132, 1, 1]);
+            }
+        }
+    }
+
+    #[test]
+    fn the_choice_is_what_was_measured_to_be_fastest() {
+        let products = Products::of(9, 132);
+        for (strips, k_tiles, rows, columns) in [
+            (320, 4, 16, "16"),
+            (320, 4, 64, "64"),
+            (320, 4, 128, "64"),
+            (320, 4, 256, "128"),
+            (320, 4, 8192, "256"),
+            (128, 8, 16, "16"),
+            (128, 8, 256, "64"),
+            (128, 8, 1024, "128"),
+            (128, 8, 8192, "256"),
+        ] {
+            let (kernel, launch) = products.linear(TileFormat::Nvfp4, &args(strips, k_tiles, rows));
+            let name = format!("prefill_linear_nvfp4_{columns}");
+            assert_eq!(kernel.symbol.to_str().unwrap(), name, "{strips} strips, {rows} rows");
+            assert!(launch.grid[0] <= 264 && launch.bytes > 0);
+        }
+        let (kernel, _) = Products::of(10, 148).logits(TileFormat::Bf16, &args(16, 12, 9));
+        assert_eq!(kernel.symbol, c"prefill_logits_bf16_mma");
+    }
+
+    #[test]
+    fn blocks_that_work_together_all_exist() {
+        for processors in [1, 2, 3, 108, 131, 132] {
+            for rows in [1, 8, 9, 300, 16_384] {
+                for &way in LINEAR.ways {
+                    let shape = Shape::of(&LINEAR, TileFormat::Nvfp4, way);
+                    if processors * shape.blocks < shape.together {
+                        continue;
+                    }
+                    let products = Products::of(9, processors);
+                    let (_, launch) = products.linear_launch(&LINEAR, TileFormat::Nvfp4, way, &args(21, 1, rows));
+                    assert!(launch.grid[0] > 0 && launch.grid[0].is_multiple_of(shape.together as u32), "{launch:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn flops_of_a_product() {
+        assert_eq!(args(320, 4, 8192).flops(), 2 * 5120 * 2048 * 8192);
+    }
 }

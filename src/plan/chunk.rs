@@ -117,18 +117,19 @@ impl Plan {
     }
 
     /// The launches of a chunk, in order: the KV cache then has its keys and values. A token's results do not depend on what
-    /// else is in the chunk, nor on where chunks begin.
+    /// else is in the chunk, nor on where chunks begin. Without `logits`, no [`Self::logits_steps`] follow: then nothing needs
+    /// what the last layer does behind its keys and values.
     ///
     /// # Panics
     /// As [`Self::chunk_inputs`].
-    pub fn chunk_steps(&self, bases: &Bases, parts: &[Part]) -> Vec<Step> {
+    pub fn chunk_steps(&self, bases: &Bases, parts: &[Part], logits: bool) -> Vec<Step> {
         self.check_chunk(parts);
         match &self.weights {
-            WeightPlan::Fast(format, weights) => prefill::steps(self, *format, weights, bases, parts),
+            WeightPlan::Fast(format, weights) => prefill::steps(self, *format, weights, bases, parts, logits),
             WeightPlan::General(weights) => {
                 let positions = |part: &Part| part.first as u32..(part.first + part.tokens) as u32;
                 let positions: Vec<u32> = parts.iter().flat_map(positions).collect();
-                general::chunk_steps(self, weights, bases, &positions)
+                general::chunk_steps(self, weights, bases, &positions, logits)
             }
         }
     }

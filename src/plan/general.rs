@@ -162,7 +162,7 @@ pub(super) fn steps(
 ) -> Vec<Step> {
     let buffers = plan.buffers.at(bases.buffers);
     let builder = Builder { plan, weights: bases.weights, buffers, slots: 0, positions };
-    let mut steps = builder.layers(weights, bases);
+    let mut steps = builder.layers(weights, bases, true);
     if ending != Ending::Nothing {
         steps.extend(builder.logits(weights));
     }
@@ -170,11 +170,17 @@ pub(super) fn steps(
 }
 
 /// The launches of a chunk, see [`Plan::chunk_steps`].
-pub(super) fn chunk_steps(plan: &Plan, weights: &GeneralWeights, bases: &Bases, positions: &[u32]) -> Vec<Step> {
+pub(super) fn chunk_steps(
+    plan: &Plan,
+    weights: &GeneralWeights,
+    bases: &Bases,
+    positions: &[u32],
+    logits: bool,
+) -> Vec<Step> {
     let inputs = plan.chunk.inputs.at(bases.buffers);
     let buffers = Buffers { tokens: inputs.tokens, positions: inputs.positions, ..plan.buffers.at(bases.buffers) };
     let builder = Builder { plan, weights: bases.weights, buffers, slots: inputs.slots, positions };
-    builder.layers(weights, bases)
+    builder.layers(weights, bases, logits)
 }
 
 /// The launches behind a chunk for the logits of `rows` of its tokens from `first` on, see [`Plan::logits_steps`].
@@ -211,11 +217,15 @@ struct Builder<'a> {
 }
 
 impl Builder<'_> {
-    fn layers(&self, weights: &GeneralWeights, bases: &Bases) -> Vec<Step> {
+    /// All layers; without `whole` the last only up to its keys and values.
+    fn layers(&self, weights: &GeneralWeights, bases: &Bases, whole: bool) -> Vec<Step> {
         let mut steps = vec![self.embed(&weights.embedding)];
         for (index, (layer, cache)) in weights.layers.iter().zip(self.plan.cache(bases)).enumerate() {
-            self.attention(index, layer, &cache, &mut steps);
-            self.mlp(index, layer, &mut steps);
+            self.keys(index, layer, &cache, &mut steps);
+            if whole || index + 1 < weights.layers.len() {
+                self.attention(index, layer, &cache, &mut steps);
+                self.mlp(index, layer, &mut steps);
+            }
         }
         steps
     }
@@ -287,10 +297,9 @@ impl Builder<'_> {
         self.project(operation, layer, matrix, x, out)
     }
 
-    fn attention(&self, index: usize, layer: &GeneralLayer, cache: &LayerCache, steps: &mut Vec<Step>) {
+    /// A layer up to its keys and values.
+    fn keys(&self, index: usize, layer: &GeneralLayer, cache: &LayerCache, steps: &mut Vec<Step>) {
         let (b, config) = (&self.buffers, &self.plan.config);
-        let (n_heads, n_kv_heads, head_dim) = (config.n_heads as u32, config.n_kv_heads as u32, config.head_dim as u32);
-        let table_stride = b.table_stride as u32;
         steps.push(self.norm(index, layer.attn_norm, b.residual, b.residual_mid));
         let stride = layer.q.rows + layer.k.rows + layer.v.rows;
         let mut offset = 0;
@@ -309,10 +318,10 @@ impl Builder<'_> {
             inv_freq: cache.inv_freq,
             slots: self.slots,
             block_stride: cache.block_stride,
-            table_stride,
-            n_heads,
-            n_kv_heads,
-            head_dim,
+            table_stride: b.table_stride as u32,
+            n_heads: config.n_heads as u32,
+            n_kv_heads: config.n_kv_heads as u32,
+            head_dim: config.head_dim as u32,
             eps: config.rms_norm_eps,
             reserved: 0,
         };
@@ -323,6 +332,10 @@ impl Builder<'_> {
             launch: args.launch(self.rows()),
             args: Args::GeneralQkvFinish(args),
         });
+    }
+
+    fn attention(&self, index: usize, layer: &GeneralLayer, cache: &LayerCache, steps: &mut Vec<Step>) {
+        let (b, config) = (&self.buffers, &self.plan.config);
         let args = GeneralAttentionArgs {
             qkv: b.qkv,
             kv: cache.kv,
@@ -332,12 +345,12 @@ impl Builder<'_> {
             attn: b.attn,
             slots: self.slots,
             block_stride: cache.block_stride,
-            table_stride,
+            table_stride: b.table_stride as u32,
             window: cache.window.unwrap_or(0),
-            n_heads,
-            n_kv_heads,
-            head_dim,
-            scale: 1.0 / (head_dim as f32).sqrt(),
+            n_heads: config.n_heads as u32,
+            n_kv_heads: config.n_kv_heads as u32,
+            head_dim: config.head_dim as u32,
+            scale: 1.0 / (config.head_dim as f32).sqrt(),
         };
         steps.push(Step {
             operation: Operation::Attention,

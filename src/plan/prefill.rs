@@ -10,16 +10,19 @@ use crate::{
         Args, Kernel, Launch, PREFILL_EMBED, PREFILL_KV, PREFILL_NORM, PrefillAttention, PrefillAttentionArgs,
         PrefillEmbedArgs, PrefillKvArgs, PrefillNormArgs, PrefillTile,
         decode::{CHOSEN, EXPERTS},
-        prefill::*,
+        prefill::{
+            self, PANEL, PREFILL_COMBINE, PREFILL_GATHER, PREFILL_GROUP, PREFILL_ROUTE, PrefillCombineArgs,
+            PrefillExpertsArgs, PrefillGatherArgs, PrefillGroupArgs, PrefillLinearArgs, PrefillRouteArgs, Products,
+            ROWS_STEP, expert_tiles, prefill_combine_launch, prefill_gather_launch, prefill_group_launch,
+            prefill_route_launch,
+        },
         prefill_embed_launch, prefill_kv_launch, prefill_norm_launch,
     },
     tiles::{PARTS, TILE_COLS, TILE_ROWS, TileFormat},
 };
 
-/// Values of a row of a panel.
-const PANEL: usize = 64;
-/// Rows of panels come in eights.
-const ROWS_STEP: usize = 8;
+/// Fewest rows of a tile of experts, whatever kernels are chosen.
+const EXPERT_COLUMNS_LEAST: u32 = 16;
 /// Tokens of a tile of attention.
 const TILE_TOKENS: usize = 16;
 
@@ -40,11 +43,6 @@ pub(super) fn most_tiles(tokens: usize, limits: Limits) -> usize {
 }
 
 const FITS: &str = "a chunk has 1 to 65,536 tokens, and the path 4 KV heads";
-
-/// Sorted rows of a chunk: each expert's begin at a multiple of eight.
-fn sorted_rows(tokens: usize) -> usize {
-    (CHOSEN * tokens + EXPERTS * (ROWS_STEP - 1)).next_multiple_of(ROWS_STEP)
-}
 
 macro_rules! prefill_buffers {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
@@ -110,7 +108,7 @@ impl PrefillBuffers {
     pub fn new(space: &mut Space, config: &FlintConfig, tokens: usize, logits_rows: usize) -> Self {
         let (d, hd) = (config.hidden_size, config.head_dim);
         let rows = tokens.next_multiple_of(ROWS_STEP);
-        let (sorted, words) = (sorted_rows(tokens), tokens.div_ceil(32) * EXPERTS);
+        let (sorted, words) = (prefill::sorted_rows(tokens), tokens.div_ceil(32) * EXPERTS);
         let [delta, residual, normed] = [(); 3].map(|()| space.take(rows * d * 2));
         let counter = space.take(4);
         // Attention, a dense layer, a MoE layer and logits take turns.
@@ -128,7 +126,7 @@ impl PrefillBuffers {
             chosen_weights: moe.take(rows * CHOSEN * 4),
             masks: moe.take(words * 4),
             places: moe.take(words * 4),
-            expert_tiles: moe.take((EXPERTS + sorted / ROWS_STEP) * 16),
+            expert_tiles: moe.take(expert_tiles(tokens, EXPERT_COLUMNS_LEAST) * 16),
             n_expert_tiles: moe.take(4),
             sorted: moe.take(rows * CHOSEN * 4),
             sorted_rows: moe.take(sorted * d * 2),
@@ -149,13 +147,17 @@ pub(super) fn steps(
     weights: &FastWeights,
     bases: &Bases,
     parts: &[Part],
+    logits: bool,
 ) -> Vec<Step> {
     let tiles = tiles(parts);
     let builder = Builder::new(plan, format, bases, parts.iter().map(|part| part.tokens).sum());
     let mut steps = vec![builder.embed(weights)];
     for (index, (layer, cache)) in weights.layers.iter().zip(plan.cache(bases)).enumerate() {
-        builder.attention(index, layer, &cache, &tiles, &mut steps);
-        builder.mlp(index, layer, &mut steps);
+        builder.keys(index, layer, &cache, &tiles, &mut steps);
+        if logits || index + 1 < weights.layers.len() {
+            builder.attention(index, layer, &cache, &tiles, &mut steps);
+            builder.mlp(index, layer, &mut steps);
+        }
     }
     steps
 }
@@ -179,13 +181,14 @@ pub(super) fn logits_steps(
     let args = PrefillLinearArgs { scales: w + weights.lm_head.scales, ..args };
     vec![
         builder.norm(index, weights.final_norm),
-        builder.step(Operation::LmHead, index, prefill_logits(format, &args), Args::PrefillLinear(args)),
+        builder.step(Operation::LmHead, index, builder.products.logits(format, &args), Args::PrefillLinear(args)),
     ]
 }
 
 struct Builder<'a> {
     plan: &'a Plan,
     format: TileFormat,
+    products: Products,
     weights: u64,
     buffers: PrefillBuffers,
     /// Of decode, for what both share.
@@ -199,6 +202,7 @@ impl<'a> Builder<'a> {
         Self {
             plan,
             format,
+            products: Products::of(plan.card.major as u32, plan.card.processors),
             weights: bases.weights,
             buffers: plan.chunk.prefill.expect("a plan of the fast path has them").at(bases.buffers),
             shared: plan.buffers.at(bases.buffers),
@@ -282,7 +286,7 @@ impl<'a> Builder<'a> {
     ) -> Step {
         let args = self.linear_args(x, self.weights + matrix.tiles, outputs / TILE_ROWS, inputs, (out, outputs));
         let args = PrefillLinearArgs { scales: self.weights + matrix.scales, ..args };
-        self.step(operation, layer, prefill_linear(self.format, &args), Args::PrefillLinear(args))
+        self.step(operation, layer, self.products.linear(self.format, &args), Args::PrefillLinear(args))
     }
 
     /// Gate and up over `normed`, to panels of `width` activations.
@@ -291,7 +295,30 @@ impl<'a> Builder<'a> {
         let strips = 2 * width / TILE_ROWS;
         let args = self.linear_args(x, self.weights + matrix.tiles, strips, inputs, (out, self.panel_rows()));
         let args = PrefillLinearArgs { scales: self.weights + matrix.scales, ..args };
-        self.step(operation, layer, prefill_swiglu(self.format, &args), Args::PrefillLinear(args))
+        self.step(operation, layer, self.products.swiglu(self.format, &args), Args::PrefillLinear(args))
+    }
+
+    /// A layer up to its keys and values.
+    fn keys(&self, index: usize, layer: &FastLayer, cache: &LayerCache, tiles: &[PrefillTile], steps: &mut Vec<Step>) {
+        let (b, config, w) = (&self.buffers, &self.plan.config, self.weights);
+        let (d, hd, kv_heads) = (config.hidden_size, config.head_dim, config.n_kv_heads);
+        steps.push(self.norm(index, layer.attn_norm));
+        let qkv = (config.n_heads + 2 * kv_heads) * hd;
+        steps.push(self.linear(Operation::Qkv, index, (b.normed, d), layer.qkv, (b.qkv, qkv)));
+        let args = PrefillKvArgs {
+            qkv: b.qkv,
+            kv: cache.kv,
+            blocks: cache.blocks,
+            tiles: self.inputs.tiles,
+            q_norm: w + layer.q_norm,
+            k_norm: w + layer.k_norm,
+            inv_freq: cache.inv_freq,
+            block_stride: cache.block_stride,
+            table_stride: self.shared.table_stride as u32,
+            eps: config.rms_norm_eps,
+        };
+        let launch = prefill_kv_launch(kv_heads as u32, tiles).expect(FITS);
+        steps.push(self.step(Operation::QkvFinish, index, (PREFILL_KV, launch), Args::PrefillKv(args)));
     }
 
     fn attention(
@@ -303,25 +330,7 @@ impl<'a> Builder<'a> {
         steps: &mut Vec<Step>,
     ) {
         let (b, config, w) = (&self.buffers, &self.plan.config, self.weights);
-        let (d, hd, kv_heads) = (config.hidden_size, config.head_dim, config.n_kv_heads);
-        steps.push(self.norm(index, layer.attn_norm));
-        let qkv = (config.n_heads + 2 * kv_heads) * hd;
-        steps.push(self.linear(Operation::Qkv, index, (b.normed, d), layer.qkv, (b.qkv, qkv)));
-        let table_stride = self.shared.table_stride as u32;
-        let args = PrefillKvArgs {
-            qkv: b.qkv,
-            kv: cache.kv,
-            blocks: cache.blocks,
-            tiles: self.inputs.tiles,
-            q_norm: w + layer.q_norm,
-            k_norm: w + layer.k_norm,
-            inv_freq: cache.inv_freq,
-            block_stride: cache.block_stride,
-            table_stride,
-            eps: config.rms_norm_eps,
-        };
-        let launch = prefill_kv_launch(kv_heads as u32, tiles).expect(FITS);
-        steps.push(self.step(Operation::QkvFinish, index, (PREFILL_KV, launch), Args::PrefillKv(args)));
+        let (d, heads, kv_heads) = (config.hidden_size, config.n_heads * config.head_dim, config.n_kv_heads);
         let args = PrefillAttentionArgs {
             qkv: b.qkv,
             kv: cache.kv,
@@ -331,7 +340,7 @@ impl<'a> Builder<'a> {
             attn: b.attn,
             counter: b.counter,
             block_stride: cache.block_stride,
-            table_stride,
+            table_stride: self.shared.table_stride as u32,
             panel_rows: self.panel_rows() as u32,
             window: cache.window.unwrap_or(0),
             n_tiles: tiles.len() as u32,
@@ -341,7 +350,6 @@ impl<'a> Builder<'a> {
         let attention = PrefillAttention::of((self.plan.card.major, 0), self.plan.card.processors as u32);
         let launch = attention.launch(kv_heads as u32, cache.window, tiles).expect(FITS);
         steps.push(self.step(Operation::Attention, index, (attention.kernel(), launch), Args::PrefillAttention(args)));
-        let heads = config.n_heads * hd;
         steps.push(self.linear(Operation::Output, index, (b.attn, heads), layer.output, (b.delta, d)));
     }
 
@@ -366,14 +374,14 @@ impl<'a> Builder<'a> {
         let (b, config, w, format) = (&self.buffers, &self.plan.config, self.weights, self.format);
         let (d, shared) = (config.hidden_size, config.shared_intermediate_size);
         let (rows, panel_rows) = (self.rows as u32, self.panel_rows() as u32);
-        let sorted_rows = sorted_rows(self.rows) as u32;
-        let columns = expert_columns(self.rows);
+        let sorted_rows = prefill::sorted_rows(self.rows) as u32;
+        let columns = self.products.expert_columns(self.rows);
 
         // The parts of the router stand side by side, and each meets the same inputs.
         let parts =
             self.linear_args(b.normed, w + router_parts, EXPERTS / TILE_ROWS, PARTS * d, (b.router_logits, EXPERTS));
         let args = PrefillLinearArgs { x_panels: (d / PANEL) as u32, ..parts };
-        let launch = prefill_logits(TileFormat::Bf16, &args);
+        let launch = self.products.logits(TileFormat::Bf16, &args);
         steps.push(self.step(Operation::Router, index, launch, Args::PrefillLinear(args)));
         let args = PrefillRouteArgs {
             logits: b.router_logits,
@@ -419,17 +427,22 @@ impl<'a> Builder<'a> {
             sorted_rows,
             reserved: 0,
         };
-        let launch = prefill_experts_up(format, self.rows);
+        let launch = self.products.experts_up(format, self.rows);
         steps.push(self.step(Operation::ExpertsUp, index, launch, Args::PrefillExperts(up)));
         let down =
             PrefillExpertsArgs { x: b.act, weights: w + down.tiles, scales: w + down.scales, out: b.sorted_rows, ..up };
-        let launch = prefill_experts_down(format, self.rows);
+        let launch = self.products.experts_down(format, self.rows);
         steps.push(self.step(Operation::ExpertsDown, index, launch, Args::PrefillExperts(down)));
 
         steps.push(self.swiglu(Operation::SharedUp, index, *shared_up, b.act_shared, shared));
         let args = self.linear_args(b.act_shared, w + shared_down, d / TILE_ROWS, shared, (b.shared, d));
         let args = PrefillLinearArgs { scale: *shared_down_scale, ..args };
-        steps.push(self.step(Operation::SharedDown, index, prefill_linear(format, &args), Args::PrefillLinear(args)));
+        steps.push(self.step(
+            Operation::SharedDown,
+            index,
+            self.products.linear(format, &args),
+            Args::PrefillLinear(args),
+        ));
         let args = PrefillCombineArgs {
             y: b.sorted_rows,
             sorted: b.sorted,

@@ -94,7 +94,7 @@ impl Plan {
     }
 
     fn write_chunk(&self, f: &mut fmt::Formatter<'_>, part: Part) -> fmt::Result {
-        let steps = self.chunk_steps(&Bases::default(), &[part]);
+        let steps = self.chunk_steps(&Bases::default(), &[part], false);
         let flops = |step: &Step| self.chunk_flops(step, &[part]);
         let (totals, all) = (Totals::of(&steps), steps.iter().map(flops).sum::<u64>() as f64);
         writeln!(
