@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flint_rs import hub
 from flint_rs._core import Event, Model, SamplingParams
-from flint_rs._log import logger
+from flint_rs._log import say
 from flint_rs._progress import Bar
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def _report(model: _Model, device: str) -> _Model:
     """Says what computes, unless the caller chose the CPU."""
     if device in ("auto", "cuda"):
-        logger.info("%s", model.device)
+        say(model.device)
     return model
 
 
@@ -35,9 +35,9 @@ class Flint(Model):
     """A Flint, ready to run.
 
     Loading shows a progress bar on a terminal. Where the device is left open, or is the GPU, loading also says in one
-    line which one it took and why, at level INFO of the logger `flint_rs`: on standard error, unless the application
-    configured `logging`. `logging.getLogger("flint_rs").setLevel("WARNING")` keeps it quiet. Threads may share an
-    object; each generation has its own state. Leaving the `with` block closes it.
+    line which one it took and why, at level INFO of the logger `flint_rs`: on standard error, or by the levels and
+    handlers of an application that configured `logging`. `logging.getLogger("flint_rs").setLevel("WARNING")` keeps it
+    quiet. Threads may share an object; each generation has its own state. Leaving the `with` block closes it.
 
     Args:
         path_or_repo: A GGUF file, a folder of safetensors, or a repository (see `flint_rs.hub`).

@@ -1,6 +1,7 @@
-"""Says what a person should know: the logger `flint_rs`.
+"""Says what a person should know, at level INFO of the logger `flint_rs`.
 
-It writes to standard error until the application has handlers of its own.
+An application that configured `logging` gets it by its own levels and handlers; otherwise it goes to standard error, as
+from a program, unless the logger's level was set higher.
 """
 
 import logging
@@ -9,15 +10,9 @@ import sys
 logger = logging.getLogger("flint_rs")
 
 
-class _Stderr(logging.Handler):
-    """Writes to what is standard error now, unless the application's own handlers hear of it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Writes one line."""
-        if not logging.getLogger().handlers and sys.stderr is not None:
-            sys.stderr.write(f"flint-rs: {self.format(record)}\n")
-
-
-if not logger.handlers:
-    logger.addHandler(_Stderr())
-    logger.setLevel(logging.INFO)
+def say(message: str) -> None:
+    """One line."""
+    if logger.hasHandlers():
+        logger.info("%s", message)
+    elif logger.level <= logging.INFO and sys.stderr is not None:
+        sys.stderr.write(f"flint-rs: {message}\n")

@@ -69,6 +69,7 @@ def test_the_line_is_a_log_record(gguf_path: Path) -> None:
     lines = python(own, gguf_path).stderr.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("mine flint_rs INFO device cpu: ")
+    assert python(own.replace("INFO", "WARNING"), gguf_path).stderr == "", "the application's level counts"
 
 
 def test_cuda_without_a_gpu_says_what_was_found_and_needed(gguf_path: Path) -> None:

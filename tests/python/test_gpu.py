@@ -60,7 +60,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def test_auto_takes_the_gpu_and_says_which(caplog: pytest.LogCaptureFixture) -> None:
-    with Flint(flint_rs.SMALL_MODEL, max_sequences=2) as flint:
+    with caplog.at_level("INFO", "flint_rs"), Flint(flint_rs.SMALL_MODEL, max_sequences=2) as flint:
         assert flint.device.startswith("device cuda: ")
         assert "path general, because" in flint.device
         assert flint.context_tokens == flint.config["context_length"]
