@@ -18,7 +18,7 @@ use crate::{
     error::{Error, Result},
     gpu::{Device, DeviceMemory, GpuModel, RunOptions, SequenceId, Source},
     kernels::{SampleRecord, SampleStart},
-    plan::{self, Card, Limits, Types},
+    plan::{self, CHUNK_TOKENS, Card, Limits, Types},
     sampling::TokenLogprobs,
     weights::Weights,
 };
@@ -27,9 +27,6 @@ use crate::{
 const RESERVE_BYTES: u64 = 512 << 20;
 /// A context cut to less than this is of no use: the GPU counts as too small.
 const LEAST_CONTEXT: usize = 1024;
-
-/// Tokens of a prompt that are read without a step of other sequences between them.
-const PART_TOKENS: usize = 8192;
 
 /// The thread that owns a GPU.
 pub(super) struct Cuda {
@@ -142,15 +139,7 @@ impl Cuda {
         self.job(cancel, move |model, id, cancel| {
             let row_bytes = sizes.logits * size_of::<f32>();
             let buffer = model.device().alloc("logits", tokens.len() * row_bytes)?;
-            let mut end = 0;
-            // `prompt_logits` hands its rows to the host, in whose order they come.
-            let mut sink = |rows: &[f32]| {
-                let bytes: Vec<u8> = rows.iter().flat_map(|value| value.to_le_bytes()).collect();
-                buffer.write(end, &bytes)?;
-                end += bytes.len();
-                Ok(())
-            };
-            model.prompt_logits(id, &tokens, &mut sink, cancel)?;
+            model.prompt_logits_into(id, &tokens, &buffer, cancel)?;
             Ok(DeviceLogits { memory: buffer.into_shared()?, shape: [tokens.len(), sizes.logits] })
         })
     }
@@ -236,12 +225,8 @@ fn load(order: Order, news: &Sender<News>, cancel: &Cancel) -> Result<(GpuModel,
         Origin::Made { dtype, .. } => Types::of_synthetic(&config, *dtype)?,
     };
     let full = options.context_tokens.unwrap_or(config.context_length);
-    let wanted = Limits {
-        sequences: options.max_sequences,
-        context_tokens: full,
-        vocab_tokens,
-        chunk_tokens: plan::CHUNK_TOKENS,
-    };
+    let wanted =
+        Limits { sequences: options.max_sequences, context_tokens: full, vocab_tokens, chunk_tokens: CHUNK_TOKENS };
     // What was asked for is not cut.
     let least = options.context_tokens.unwrap_or(LEAST_CONTEXT.min(full));
     let limits = plan::fit(&config, &types, wanted, least, card, free.saturating_sub(RESERVE_BYTES))?;
@@ -281,7 +266,12 @@ fn load(order: Order, news: &Sender<News>, cancel: &Cancel) -> Result<(GpuModel,
             kv_max_bytes: memory.kv_bytes,
             workspace_bytes: memory.workspace_bytes,
         },
-        sizes: Sizes { sequences: limits.sequences, vocab_tokens, logits: config.vocab_size, part_tokens: PART_TOKENS },
+        sizes: Sizes {
+            sequences: limits.sequences,
+            vocab_tokens,
+            logits: config.vocab_size,
+            part_tokens: model.plan().chunk().tokens,
+        },
     };
     Ok((model, facts))
 }

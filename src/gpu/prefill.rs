@@ -127,6 +127,29 @@ impl GpuModel {
         sink: &mut dyn FnMut(&[f32]) -> Result<()>,
         cancel: &Cancel,
     ) -> Result<()> {
+        self.each_logits(id, tokens, cancel, &mut |model, rows| model.hand_over_logits(rows, sink))
+    }
+
+    /// The same into device memory, `[T, V]` f32; complete when this returns.
+    pub fn prompt_logits_into(&mut self, id: SequenceId, tokens: &[u32], to: &Buffer, cancel: &Cancel) -> Result<()> {
+        let row_bytes = 4 * self.config().vocab_size;
+        let mut done = 0;
+        self.each_logits(id, tokens, cancel, &mut |model, rows| {
+            let (from, at) = (model.plan.chunk_logits() as usize, done * row_bytes);
+            done += rows;
+            model.buffers.queue_copy(from, to, at, rows * row_bytes)
+        })?;
+        self.device.synchronize("the logits of a prompt")
+    }
+
+    /// Appends `tokens`, and calls `take` whenever logits of so many more of them were queued.
+    fn each_logits(
+        &mut self,
+        id: SequenceId,
+        tokens: &[u32],
+        cancel: &Cancel,
+        take: &mut dyn FnMut(&mut Self, usize) -> Result<()>,
+    ) -> Result<()> {
         self.check_prompt(&[(id, tokens)])?;
         let Chunk { tokens: most, logits_rows, .. } = *self.plan.chunk();
         for part in tokens.chunks(most) {
@@ -138,7 +161,7 @@ impl GpuModel {
                 for step in self.plan.logits_steps(&self.bases(), first, rows) {
                     self.call(&step)?.queue(self.options.pdl)?;
                 }
-                self.hand_over_logits(rows, sink)?;
+                take(self, rows)?;
             }
         }
         Ok(())

@@ -548,7 +548,10 @@ mod tests {
                     // sm_86, sm_89 and sm_120 give a block 99 KiB; Hopper 227, and 228 to all blocks, each with 1 of its own.
                     let most = if way == Way::AnyCard { 99 << 10 } else { 227 << 10 };
                     assert!(shape.shared_bytes <= most, "{way:?} {shape:?}");
-                    assert!(way == Way::AnyCard || shape.blocks * (shape.shared_bytes + 1024) <= 228 << 10, "{shape:?}");
+                    assert!(
+                        way == Way::AnyCard || shape.blocks * (shape.shared_bytes + 1024) <= 228 << 10,
+                        "{shape:?}"
+                    );
                 }
             }
             for product in [&EXPERTS_UP, &EXPERTS_DOWN] {

@@ -146,6 +146,20 @@ impl Buffer {
         self.device.synchronize(&what)
     }
 
+    /// Queues a copy of `len` bytes from `offset` to the start of `to` moved by `at`.
+    ///
+    /// # Panics
+    /// When either has fewer.
+    pub fn queue_copy(&self, offset: usize, to: &Self, at: usize, len: usize) -> Result<()> {
+        self.check(offset, len);
+        to.check(at, len);
+        // SAFETY: both ends were checked, and freeing either waits for the stream.
+        unsafe {
+            result::memcpy_dtod_async(to.address + at as u64, self.address + offset as u64, len, self.device.stream())
+        }
+        .map_err(failed("copying in GPU memory"))
+    }
+
     /// All its bytes, behind all queued work.
     pub fn download(&self) -> Result<Vec<u8>> {
         self.read(0, self.len)
