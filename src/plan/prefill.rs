@@ -181,8 +181,12 @@ pub(super) fn logits_steps(
     let args = PrefillLinearArgs { scales: w + weights.lm_head.scales, ..args };
     vec![
         builder.norm(index, weights.final_norm),
-        builder.step(Operation::LmHead, index, builder.products.logits(format, &args), Args::PrefillLinear(args)),
+        step(Operation::LmHead, index, builder.products.logits(format, &args), Args::PrefillLinear(args)),
     ]
+}
+
+fn step(operation: Operation, layer: usize, (kernel, launch): (Kernel, Launch), args: Args) -> Step {
+    Step { operation, layer, kernel, launch, args }
 }
 
 struct Builder<'a> {
@@ -215,11 +219,6 @@ impl<'a> Builder<'a> {
         self.rows.next_multiple_of(ROWS_STEP)
     }
 
-    #[allow(clippy::unused_self, reason = "so that steps are made alike")]
-    fn step(&self, operation: Operation, layer: usize, (kernel, launch): (Kernel, Launch), args: Args) -> Step {
-        Step { operation, layer, kernel, launch, args }
-    }
-
     fn embed(&self, weights: &FastWeights) -> Step {
         let b = &self.buffers;
         let args = PrefillEmbedArgs {
@@ -231,7 +230,7 @@ impl<'a> Builder<'a> {
             reserved: 0,
         };
         let launch = (PREFILL_EMBED, prefill_embed_launch(self.rows));
-        self.step(Operation::Embed, 0, launch, Args::PrefillEmbed(args))
+        step(Operation::Embed, 0, launch, Args::PrefillEmbed(args))
     }
 
     fn norm(&self, layer: usize, weight: u64) -> Step {
@@ -247,7 +246,7 @@ impl<'a> Builder<'a> {
             reserved: 0,
         };
         let launch = (PREFILL_NORM, prefill_norm_launch(self.rows));
-        self.step(Operation::Norm, layer, launch, Args::PrefillNorm(args))
+        step(Operation::Norm, layer, launch, Args::PrefillNorm(args))
     }
 
     /// A product of `strips` strips over `inputs` inputs, with one scale for all of it: 1.
@@ -286,7 +285,7 @@ impl<'a> Builder<'a> {
     ) -> Step {
         let args = self.linear_args(x, self.weights + matrix.tiles, outputs / TILE_ROWS, inputs, (out, outputs));
         let args = PrefillLinearArgs { scales: self.weights + matrix.scales, ..args };
-        self.step(operation, layer, self.products.linear(self.format, &args), Args::PrefillLinear(args))
+        step(operation, layer, self.products.linear(self.format, &args), Args::PrefillLinear(args))
     }
 
     /// Gate and up over `normed`, to panels of `width` activations.
@@ -295,7 +294,7 @@ impl<'a> Builder<'a> {
         let strips = 2 * width / TILE_ROWS;
         let args = self.linear_args(x, self.weights + matrix.tiles, strips, inputs, (out, self.panel_rows()));
         let args = PrefillLinearArgs { scales: self.weights + matrix.scales, ..args };
-        self.step(operation, layer, self.products.swiglu(self.format, &args), Args::PrefillLinear(args))
+        step(operation, layer, self.products.swiglu(self.format, &args), Args::PrefillLinear(args))
     }
 
     /// A layer up to its keys and values.
@@ -318,7 +317,7 @@ impl<'a> Builder<'a> {
             eps: config.rms_norm_eps,
         };
         let launch = prefill_kv_launch(kv_heads as u32, tiles).expect(FITS);
-        steps.push(self.step(Operation::QkvFinish, index, (PREFILL_KV, launch), Args::PrefillKv(args)));
+        steps.push(step(Operation::QkvFinish, index, (PREFILL_KV, launch), Args::PrefillKv(args)));
     }
 
     fn attention(
@@ -349,7 +348,7 @@ impl<'a> Builder<'a> {
         };
         let attention = PrefillAttention::of((self.plan.card.major, 0), self.plan.card.processors as u32);
         let launch = attention.launch(kv_heads as u32, cache.window, tiles).expect(FITS);
-        steps.push(self.step(Operation::Attention, index, (attention.kernel(), launch), Args::PrefillAttention(args)));
+        steps.push(step(Operation::Attention, index, (attention.kernel(), launch), Args::PrefillAttention(args)));
         steps.push(self.linear(Operation::Output, index, (b.attn, heads), layer.output, (b.delta, d)));
     }
 
@@ -382,7 +381,7 @@ impl<'a> Builder<'a> {
             self.linear_args(b.normed, w + router_parts, EXPERTS / TILE_ROWS, PARTS * d, (b.router_logits, EXPERTS));
         let args = PrefillLinearArgs { x_panels: (d / PANEL) as u32, ..parts };
         let launch = self.products.logits(TileFormat::Bf16, &args);
-        steps.push(self.step(Operation::Router, index, launch, Args::PrefillLinear(args)));
+        steps.push(step(Operation::Router, index, launch, Args::PrefillLinear(args)));
         let args = PrefillRouteArgs {
             logits: b.router_logits,
             experts: b.chosen,
@@ -392,7 +391,7 @@ impl<'a> Builder<'a> {
             reserved: 0,
         };
         let launch = (PREFILL_ROUTE, prefill_route_launch(self.rows));
-        steps.push(self.step(Operation::Choose, index, launch, Args::PrefillRoute(args)));
+        steps.push(step(Operation::Choose, index, launch, Args::PrefillRoute(args)));
         let args = PrefillGroupArgs {
             masks: b.masks,
             places: b.places,
@@ -402,7 +401,7 @@ impl<'a> Builder<'a> {
             most_columns: columns,
         };
         let launch = (PREFILL_GROUP, prefill_group_launch(self.rows));
-        steps.push(self.step(Operation::Group, index, launch, Args::PrefillGroup(args)));
+        steps.push(step(Operation::Group, index, launch, Args::PrefillGroup(args)));
         let args = PrefillGatherArgs {
             x: b.normed,
             experts: b.chosen,
@@ -416,7 +415,7 @@ impl<'a> Builder<'a> {
             reserved: 0,
         };
         let launch = (PREFILL_GATHER, prefill_gather_launch(self.rows));
-        steps.push(self.step(Operation::Gather, index, launch, Args::PrefillGather(args)));
+        steps.push(step(Operation::Gather, index, launch, Args::PrefillGather(args)));
         let up = PrefillExpertsArgs {
             x: b.sorted_rows,
             weights: w + up.tiles,
@@ -428,21 +427,16 @@ impl<'a> Builder<'a> {
             reserved: 0,
         };
         let launch = self.products.experts_up(format, self.rows);
-        steps.push(self.step(Operation::ExpertsUp, index, launch, Args::PrefillExperts(up)));
+        steps.push(step(Operation::ExpertsUp, index, launch, Args::PrefillExperts(up)));
         let down =
             PrefillExpertsArgs { x: b.act, weights: w + down.tiles, scales: w + down.scales, out: b.sorted_rows, ..up };
         let launch = self.products.experts_down(format, self.rows);
-        steps.push(self.step(Operation::ExpertsDown, index, launch, Args::PrefillExperts(down)));
+        steps.push(step(Operation::ExpertsDown, index, launch, Args::PrefillExperts(down)));
 
         steps.push(self.swiglu(Operation::SharedUp, index, *shared_up, b.act_shared, shared));
         let args = self.linear_args(b.act_shared, w + shared_down, d / TILE_ROWS, shared, (b.shared, d));
         let args = PrefillLinearArgs { scale: *shared_down_scale, ..args };
-        steps.push(self.step(
-            Operation::SharedDown,
-            index,
-            self.products.linear(format, &args),
-            Args::PrefillLinear(args),
-        ));
+        steps.push(step(Operation::SharedDown, index, self.products.linear(format, &args), Args::PrefillLinear(args)));
         let args = PrefillCombineArgs {
             y: b.sorted_rows,
             sorted: b.sorted,
@@ -453,6 +447,6 @@ impl<'a> Builder<'a> {
             reserved: 0,
         };
         let launch = (PREFILL_COMBINE, prefill_combine_launch(self.rows));
-        steps.push(self.step(Operation::Combine, index, launch, Args::PrefillCombine(args)));
+        steps.push(step(Operation::Combine, index, launch, Args::PrefillCombine(args)));
     }
 }
