@@ -106,7 +106,7 @@ impl<'a> Builder<'a> {
         Self {
             plan,
             format,
-            products: Products::of(plan.card.major as u32, plan.card.processors),
+            products: Products::of(plan.card.major, plan.card.processors),
             weights: bases.weights,
             buffers: plan.chunk.prefill.expect("a plan of the fast path has them").at(bases.buffers),
             shared: plan.buffers.at(bases.buffers),
