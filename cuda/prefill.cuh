@@ -177,14 +177,17 @@ struct ExpertsWork {
 struct Bf16Rows {
     // The strip that a warp takes.
     static __device__ __forceinline__ uint32_t strip(int warp) { return warp; }
-    // Shared memory for a warp: 32 columns of 16 outputs, 48 bytes apart so that the banks differ.
-    static constexpr int kColumns = 32;
+    // Shared memory for a warp: at most 32 columns of 16 outputs, 48 bytes apart so that the banks differ.
     static constexpr int kColumnBytes = 48;
-    static __host__ __device__ constexpr int shared_bytes(int) { return kBlockStrips * kColumns * kColumnBytes; }
+    static __host__ __device__ constexpr int columns(int most) { return most < 32 ? most : 32; }
+    static __host__ __device__ constexpr int shared_bytes(int most) {
+        return kBlockStrips * columns(most) * kColumnBytes;
+    }
 
     template <int W, typename Work>
     static __device__ __forceinline__ void write(const float (&d)[W / 2], const Work& work, const Unit& unit,
                                                  float2 scales, const Place& at, uint8_t* shared) {
+        constexpr int kColumns = columns(W);
         uint8_t* mine = shared + at.thread / 32 * kColumns * kColumnBytes;
         const int column = at.lane / 2, part = at.lane % 2;
         __nv_bfloat16* out = static_cast<__nv_bfloat16*>(work.out()) + (unit.row + column) * work.out_stride() +

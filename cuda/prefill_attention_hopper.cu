@@ -47,6 +47,7 @@ constexpr int kLag = 2;
 constexpr int kItems = 4;
 constexpr int kConsumerWarps = 8;
 constexpr int kProducerWarps = 4;
+constexpr int kProducerThreads = 32 * kProducerWarps;
 constexpr uint32_t kNoItem = ~0u;
 
 struct Control {
@@ -172,9 +173,10 @@ struct Producer {
         barrier_wait(&control->empty[next.index], next.phase ^ 1);
         return slots + next.index * kSlotBytes;
     }
+    // Every thread for its own copies.
     __device__ __forceinline__ void announce() {
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        warp_arrive(&control->full[announced.index]);
+        barrier_arrive(&control->full[announced.index]);
         announced.advance();
         --unannounced;
     }
@@ -242,7 +244,7 @@ __device__ __forceinline__ void copy_v(Producer& producer, const StepBlocks& blo
 }
 
 __device__ __forceinline__ void produce(const PrefillAttentionArgs& args, uint32_t slots, Control* control) {
-    const int thread = threadIdx.x % 128;
+    const int thread = threadIdx.x;
     const uint32_t n_items = args.n_tiles * args.n_kv_heads;
     const int v_offset = args.n_kv_heads * kPartHead;
     Producer producer{slots, control};
@@ -418,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     Control* control = reinterpret_cast<Control*>(shared + (slots - shared_address(shared)) + kSlots * kSlotBytes);
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSlots; ++i) {
-            barrier_init(&control->full[i], kProducerWarps);
+            barrier_init(&control->full[i], kProducerThreads);
             barrier_init(&control->empty[i], kConsumerWarps);
         }
         for (int i = 0; i < kItems; ++i) {
@@ -429,7 +431,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     pdl_wait();
     pdl_launch();
-    if (threadIdx.x < 128) {
+    if (threadIdx.x < kProducerThreads) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         produce(args, slots, control);
     } else {

@@ -7,10 +7,9 @@
 // in   x panels [k / 64, panel_rows, 64] bf16; weights [strips, k / 512] tiles; scales [strips] x 2 f32
 // out  [T, out_stride]; swiglu: panels [strips / 8, out_stride, 64]
 //
-// launch   *_256 and *_128 for sm_90a: up to so many columns a unit, geometry as Hopper<N> of prefill_wgmma.cuh; *_64
-// and
-//          *_16 likewise, as Narrow of prefill_narrow.cuh; *_mma for every card: up to 64, as AnyCard of
-//          prefill_mma.cuh. Blocks are persistent, a unit is 128 weight rows
+// launch   sm_90a: *_256 and *_128, up to so many columns a unit, geometry as Hopper<N> of prefill_wgmma.cuh; *_64 and
+//          *_16, geometry as Narrow of prefill_narrow.cuh. Every card: *_mma, up to 64, as AnyCard of prefill_mma.cuh.
+//          Blocks are persistent, a unit is 128 weight rows. All give the same bits
 // bound    tensor cores; below some 200 rows the weights' bytes
 // PDL      the first weights are requested before the wait (sm_90a)
 #include "prefill_mma.cuh"

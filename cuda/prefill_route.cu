@@ -6,8 +6,8 @@
 //   prefill_combine  delta[n] = round(round(sum over slots s of w[n, s] * y[sorted row of n, s]) + shared[n])
 //
 // in, out  as args_prefill.h
-// launch   route: a block for 32 rows, a warp each; group: one block; gather: a block for 8 rows; combine: a
-//          block a row
+// launch   route: a block for 32 rows, a warp each; group: one block; gather: a block for up to 8 rows; combine:
+//          a block a row
 // bound    memory: gather writes 6 rows and combine reads 7 for each
 // PDL      nothing before the wait
 #include "args_prefill.h"
@@ -22,7 +22,7 @@ constexpr int kGroupThreads = 1024;
 constexpr int kGroupParts = kGroupThreads / kExperts;
 constexpr int kRowThreads = kHidden / 8;
 
-constexpr int kGatherRows = 8;  // a block
+constexpr int kGatherRows = 8;  // a block, at most
 
 // The columns that a tile of `rows` rows is multiplied with, of a kernel for up to `most`.
 __device__ __forceinline__ uint32_t tile_width(uint32_t rows, uint32_t most) {
@@ -116,7 +116,8 @@ extern "C" __global__ void __launch_bounds__(kGroupThreads)
 extern "C" __global__ void __launch_bounds__(kRowThreads)
     prefill_gather(const __grid_constant__ PrefillGatherArgs args) {
     __shared__ uint32_t places[kGatherRows][kChosen];
-    const uint32_t first = blockIdx.x * kGatherRows, rows = min(args.rows - first, uint32_t(kGatherRows));
+    const uint32_t each = (args.rows + gridDim.x - 1) / gridDim.x, first = min(blockIdx.x * each, args.rows);
+    const uint32_t rows = min(args.rows - first, each);
     const uint32_t panel = threadIdx.x / 8, part = threadIdx.x % 8;
     pdl_wait();
     pdl_launch();
@@ -124,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     uint4 bits[kGatherRows];
 #pragma unroll
     for (int r = 0; r < kGatherRows; ++r)
-        if (r < rows) bits[r] = x[8 * r + (part ^ r)];
+        if (r < rows) bits[r] = x[8 * r + (part ^ (first + r) % 8)];
     if (threadIdx.x < rows * kChosen) {
         const uint32_t row = first + threadIdx.x / kChosen, i = first * kChosen + threadIdx.x;
         const uint32_t choice = row / kRouteRows * kExperts + args.experts[i];

@@ -20,6 +20,7 @@ use crate::{
     tiles::TileFormat,
 };
 
+use buffers::PrefillBuffers;
 pub use buffers::{Buffers, Space};
 pub use chunk::{Chunk, ChunkInputs, Part};
 pub use fast::{FastLayer, FastMlp, FastWeights, Packed};

@@ -21,53 +21,12 @@ use flint_rs::{
     tiles::TileFormat,
     weights::{Matrix, SwiGlu},
 };
-use kernel_support::{Gpu, assert_close, bf16_step, output, rms, to_bf16s, to_f32s};
+use kernel_support::{Gpu, assert_close, bf16_step, output, packed::Packed, rms, to_bf16s, to_f32s};
 
 const FORMATS: [(Kind, TileFormat); 2] = [(Kind::Nvfp4, TileFormat::Nvfp4), (Kind::Bf16, TileFormat::Bf16)];
 const EPS: f32 = 1e-6;
 /// One more than each kernel was compiled for, and each itself.
 const STEPS: [usize; 6] = [1, 2, 3, 4, 7, 8];
-
-/// The tiles of matrices stacked row on row, and the scale of each half of a strip.
-#[derive(Default)]
-struct Packed {
-    tiles: Vec<u8>,
-    scales: Vec<f32>,
-}
-
-impl Packed {
-    fn add(&mut self, format: TileFormat, rows: [(&Matrix, usize); 16]) {
-        let start = self.tiles.len();
-        self.tiles.resize(start + format.matrix_bytes(16, rows[0].0.cols).unwrap(), 0xA5);
-        let files = rows.map(|(matrix, row)| {
-            let len = format.row_bytes(matrix.cols);
-            &matrix.data.bytes()[row * len..][..len]
-        });
-        format.pack_strip(&files, &mut self.tiles[start..]);
-        self.scales.extend([rows[0].0.scale(), rows[8].0.scale()]);
-    }
-
-    /// Strips of 16 rows of each matrix.
-    fn plain(format: TileFormat, matrices: &[&Matrix]) -> Self {
-        let mut packed = Self::default();
-        for matrix in matrices {
-            for strip in 0..matrix.rows / 16 {
-                packed.add(format, std::array::from_fn(|i| (*matrix, strip * 16 + i)));
-            }
-        }
-        packed
-    }
-
-    /// Strips of 8 gate rows and the 8 up rows of the same outputs.
-    fn gate_up(format: TileFormat, weights: &SwiGlu) -> Self {
-        let mut packed = Self::default();
-        for strip in 0..weights.gate.rows / 8 {
-            let row = |i: usize| (if i < 8 { &weights.gate } else { &weights.up }, strip * 8 + i % 8);
-            packed.add(format, std::array::from_fn(row));
-        }
-        packed
-    }
-}
 
 fn swiglu_weights(random: &mut Random, kind: Kind, width: usize, hidden: usize) -> SwiGlu {
     SwiGlu {
@@ -192,8 +151,7 @@ fn normed_product(family: &decode::Family, shape: impl Fn(TileFormat) -> LinearS
         let shape = shape(format);
         let matrices: Vec<Matrix> = rows_of.iter().map(|&n| matrix(&mut random, kind, n, HIDDEN)).collect();
         let packed = if after == After::SwiGlu {
-            let [gate, up] = [0, 1].map(|i| matrices[i].clone());
-            Packed::gate_up(format, &SwiGlu { down: gate.clone(), gate, up })
+            Packed::gate_up(format, &matrices[0], &matrices[1])
         } else {
             Packed::plain(format, &matrices.iter().collect::<Vec<_>>())
         };
@@ -330,9 +288,9 @@ impl Moe {
             let scales = turns.flat_map(|p| p.scales[..scales].iter().copied()).collect::<Vec<f32>>();
             [gpu.upload(&tiles), gpu.f32s(&scales)]
         };
-        let gate_up: Vec<Packed> = experts.iter().map(|e| Packed::gate_up(format, e)).collect();
+        let gate_up: Vec<Packed> = experts.iter().map(|e| Packed::gate_up(format, &e.gate, &e.up)).collect();
         let down: Vec<Packed> = experts.iter().map(|e| Packed::plain(format, &[&e.down])).collect();
-        let shared_up = Packed::gate_up(format, &shared);
+        let shared_up = Packed::gate_up(format, &shared.gate, &shared.up);
         Self {
             gate_up: all(&gate_up, 2),
             down: all(&down, 1),

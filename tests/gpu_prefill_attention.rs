@@ -2,6 +2,7 @@
 //! these as ignored; `make test-gpu` runs them.
 
 #![cfg(feature = "cuda")]
+#![allow(clippy::single_range_in_vec_init, reason = "the new positions of one sequence")]
 
 mod cpu_support;
 mod kernel_support;
@@ -344,7 +345,7 @@ impl Sequence {
 fn panel_at(panel_rows: usize, row: usize, column: usize) -> usize {
     let pair = column % 64 / 2;
     let (part, place) = (pair % 8, 2 * (pair / 8) + column % 2);
-    (column / 64 * panel_rows + row) * 64 + (part ^ row % 8) * 8 + place
+    (column / 64 * panel_rows + row) * 64 + (part ^ (row % 8)) * 8 + place
 }
 
 /// Which kernels this card has.
@@ -356,7 +357,7 @@ fn kernels(gpu: &Gpu) -> Vec<PrefillAttention> {
 
 /// New tokens at `new` of one sequence each, packed: against the reference, and with PDL against without.
 ///
-/// The bound is that of kernel_support/attention.rs: probabilities and results rounded to BF16, sums in another order, q or
+/// The bound is that of `kernel_support/attention.rs`: probabilities and results rounded to BF16, sums in another order, q or
 /// k a step aside; in norm, 2^-7 of the result of a head holds all of it.
 fn check(gpu: &Gpu, random: &mut Random, shape: Shape, new: &[Range<usize>]) {
     const BOUND: f64 = 1.0 / 128.0;

@@ -73,7 +73,9 @@ proptest! {
                 }
             }
             if !decode {
-                all.iter_mut().for_each(|sequence| blocks.trim(sequence));
+                for sequence in &mut all {
+                    blocks.trim(sequence);
+                }
             }
         }
         for sequence in all {

@@ -21,8 +21,9 @@ const TILE_PANELS: usize = TILE_COLS / PANEL;
 const PANEL_ROW_BYTES: usize = 2 * PANEL;
 /// Rows that share a mask of choices.
 const MASK_ROWS: usize = 32;
-/// Rows that a block of [`PREFILL_GATHER`] copies.
+/// Most rows that a block of [`PREFILL_GATHER`] copies, and how many rows that pays for.
 const GATHER_ROWS: usize = 8;
+const GATHER_SINGLY: usize = 1024;
 
 /// The argument of [`LINEAR`], [`LOGITS`] and [`SWIGLU`]. T is the number of rows. Addresses are the device's.
 #[repr(C)]
@@ -321,7 +322,7 @@ pub struct Products {
 
 impl Products {
     /// For a card of compute capability `major`.x with `processors` multiprocessors.
-    pub fn of(major: u32, processors: usize) -> Self {
+    pub fn of(major: i32, processors: usize) -> Self {
         Self { hopper: major == 9, processors }
     }
 
@@ -385,8 +386,7 @@ impl Products {
             (Way::AnyCard, _) => (500, 2500),
         };
         let shape = Shape::of(product, format, way);
-        let at_once = self.processors * shape.blocks / shape.together;
-        let waves = shape.units(args).div_ceil(at_once);
+        let waves = shape.units(args).div_ceil(self.at_once(shape));
         waves * (TILE_PANELS * args.k_tiles as usize * chunk + ends)
     }
 
@@ -421,10 +421,14 @@ impl Products {
         (product.kernel(format, way), self.launch(shape, most_units, bytes))
     }
 
+    /// Units that run beside each other.
+    fn at_once(self, shape: Shape) -> usize {
+        (self.processors * shape.blocks / shape.together).max(1)
+    }
+
     fn launch(self, shape: Shape, units: usize, bytes: usize) -> Launch {
-        let most = self.processors * shape.blocks / shape.together;
         Launch {
-            grid: [(units.min(most) * shape.together) as u32, 1, 1],
+            grid: [(units.min(self.at_once(shape)) * shape.together) as u32, 1, 1],
             block: shape.threads as u32,
             shared_bytes: shape.shared_bytes as u32,
             bytes: bytes as u64,
@@ -460,7 +464,7 @@ impl Shape {
     fn of(product: &Product, format: TileFormat, way: Way) -> Self {
         let columns = way.columns();
         let ending = match product.ending {
-            Ending::Bf16Rows => UNIT_STRIPS * 32 * 48,
+            Ending::Bf16Rows => UNIT_STRIPS * columns.min(32) * 48,
             Ending::F32Rows => 0,
             Ending::SwigluPanels => 2 * columns * 64,
         };
@@ -515,8 +519,9 @@ pub fn prefill_group_launch(rows: usize) -> Launch {
 
 /// The launch of [`PREFILL_GATHER`] for T rows.
 pub fn prefill_gather_launch(rows: usize) -> Launch {
+    let blocks = if rows <= GATHER_SINGLY { rows } else { rows.div_ceil(GATHER_ROWS) };
     Launch {
-        grid: [rows.div_ceil(GATHER_ROWS) as u32, 1, 1],
+        grid: [blocks as u32, 1, 1],
         block: 256,
         shared_bytes: 0,
         bytes: (rows * (1 + CHOSEN) * 2 * HIDDEN) as u64,
@@ -590,9 +595,6 @@ mod tests {
             for rows in [1, 8, 9, 300, 16_384] {
                 for &way in LINEAR.ways {
                     let shape = Shape::of(&LINEAR, TileFormat::Nvfp4, way);
-                    if processors * shape.blocks < shape.together {
-                        continue;
-                    }
                     let products = Products::of(9, processors);
                     let (_, launch) = products.linear_launch(&LINEAR, TileFormat::Nvfp4, way, &args(21, 1, rows));
                     assert!(launch.grid[0] > 0 && launch.grid[0].is_multiple_of(shape.together as u32), "{launch:?}");

@@ -3,11 +3,18 @@
 use super::{Limits, MAX_ROWS, act_width, table_stride};
 use crate::{
     config::FlintConfig,
-    kernels::{SAMPLE_ROW_BYTES, decode_attention_partial_bytes},
+    kernels::{
+        SAMPLE_ROW_BYTES,
+        decode::{CHOSEN, EXPERTS},
+        decode_attention_partial_bytes,
+        prefill::{ROWS_STEP, expert_tiles, sorted_rows},
+    },
 };
 
 /// Alignment of everything that is placed.
 const ALIGN: usize = 256;
+/// Fewest rows of a tile of experts, whatever kernels are chosen.
+const EXPERT_COLUMNS_LEAST: u32 = 16;
 
 /// Hands out offsets one after the other.
 #[derive(Clone, Copy, Debug, Default)]
@@ -152,5 +159,101 @@ impl Buffers {
             inv_freq,
             table_stride,
         }
+    }
+}
+
+macro_rules! prefill_buffers {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        /// Offsets, or addresses, of the buffers of a chunk of T tokens; S sorted rows.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(super) struct PrefillBuffers {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl PrefillBuffers {
+            /// The same as addresses, in an allocation at `base`.
+            pub fn at(&self, base: u64) -> Self {
+                Self { $($name: base + self.$name,)* }
+            }
+        }
+    };
+}
+
+prefill_buffers! {
+    /// `[T, D]` bf16, output of the block before, not yet added to the residual.
+    delta,
+    /// `[T, D]` bf16.
+    residual,
+    /// Panels `[D / 64, T, 64]` bf16.
+    normed,
+    /// `[1]` u32 of attention, zero between launches.
+    counter,
+    /// `[T, (H + 2G) 128]` bf16.
+    qkv,
+    /// Panels `[2 H, T, 64]` bf16.
+    attn,
+    /// Panels `[dense / 64, T, 64]` bf16.
+    act_dense,
+    /// `[T, E]` f32.
+    router_logits,
+    /// `[T, K]` u32.
+    chosen,
+    /// `[T, K]` f32.
+    chosen_weights,
+    /// `[T / 32, E]` u32, the tokens that chose an expert, as bits.
+    masks,
+    /// `[T / 32, E]` u32, where they lie among the sorted rows.
+    places,
+    /// The tiles over sorted rows.
+    expert_tiles,
+    /// `[1]` u32.
+    n_expert_tiles,
+    /// `[T, K]` u32, the sorted row of each choice.
+    sorted,
+    /// Panels `[D / 64, S, 64]` bf16; then `[S, D]` bf16, what the experts make of them.
+    sorted_rows,
+    /// Panels `[F / 64, S, 64]` bf16.
+    act,
+    /// Panels `[shared / 64, T, 64]` bf16.
+    act_shared,
+    /// `[T, D]` bf16, output of the shared expert.
+    shared,
+    /// `[256, V]` f32.
+    logits,
+}
+
+impl PrefillBuffers {
+    pub fn new(space: &mut Space, config: &FlintConfig, tokens: usize, logits_rows: usize) -> Self {
+        let (d, hd) = (config.hidden_size, config.head_dim);
+        let rows = tokens.next_multiple_of(ROWS_STEP);
+        let (sorted, words) = (sorted_rows(tokens), tokens.div_ceil(32) * EXPERTS);
+        let [delta, residual, normed] = [(); 3].map(|()| space.take(rows * d * 2));
+        let counter = space.take(4);
+        // Attention, a dense layer, a MoE layer and logits take turns.
+        let (mut attention, mut dense, mut moe, mut ending) = (*space, *space, *space, *space);
+        let buffers = Self {
+            delta,
+            residual,
+            normed,
+            counter,
+            qkv: attention.take(rows * (config.n_heads + 2 * config.n_kv_heads) * hd * 2),
+            attn: attention.take(rows * config.n_heads * hd * 2),
+            act_dense: dense.take(rows * config.dense_intermediate_size * 2),
+            router_logits: moe.take(rows * EXPERTS * 4),
+            chosen: moe.take(rows * CHOSEN * 4),
+            chosen_weights: moe.take(rows * CHOSEN * 4),
+            masks: moe.take(words * 4),
+            places: moe.take(words * 4),
+            expert_tiles: moe.take(expert_tiles(tokens, EXPERT_COLUMNS_LEAST) * 16),
+            n_expert_tiles: moe.take(4),
+            sorted: moe.take(rows * CHOSEN * 4),
+            sorted_rows: moe.take(sorted * d * 2),
+            act: moe.take(sorted * config.expert_intermediate_size * 2),
+            act_shared: moe.take(rows * config.shared_intermediate_size * 2),
+            shared: moe.take(rows * d * 2),
+            logits: ending.take(logits_rows * config.vocab_size * 4),
+        };
+        *space = Space::behind([attention, dense, moe, ending]);
+        buffers
     }
 }

@@ -1,9 +1,7 @@
 //! Chunks: tokens of prompts that go through the prefill kernels in one step. What a chunk reads beside weights and cache,
 //! and its launches on either path.
 
-use super::{
-    Bases, Limits, Operation, Path, Plan, Space, Step, WeightPlan, general, prefill, prefill::PrefillBuffers, window,
-};
+use super::{Bases, Limits, Operation, Path, Plan, PrefillBuffers, Space, Step, WeightPlan, general, prefill, window};
 use crate::{config::FlintConfig, kernels::PrefillTile};
 
 /// Most tokens of a chunk on the general path, whose kernels read every matrix once for 8 rows.

@@ -2,27 +2,23 @@
 
 use super::{
     Bases, Buffers, ChunkInputs, FastLayer, FastMlp, FastWeights, LayerCache, Limits, Operation, Packed, Part, Plan,
-    Space, Step,
+    PrefillBuffers, Step,
 };
 use crate::{
-    config::FlintConfig,
     kernels::{
         Args, Kernel, Launch, PREFILL_EMBED, PREFILL_KV, PREFILL_NORM, PrefillAttention, PrefillAttentionArgs,
         PrefillEmbedArgs, PrefillKvArgs, PrefillNormArgs, PrefillTile,
-        decode::{CHOSEN, EXPERTS},
+        decode::EXPERTS,
         prefill::{
             self, PANEL, PREFILL_COMBINE, PREFILL_GATHER, PREFILL_GROUP, PREFILL_ROUTE, PrefillCombineArgs,
             PrefillExpertsArgs, PrefillGatherArgs, PrefillGroupArgs, PrefillLinearArgs, PrefillRouteArgs, Products,
-            ROWS_STEP, expert_tiles, prefill_combine_launch, prefill_gather_launch, prefill_group_launch,
-            prefill_route_launch,
+            ROWS_STEP, prefill_combine_launch, prefill_gather_launch, prefill_group_launch, prefill_route_launch,
         },
         prefill_embed_launch, prefill_kv_launch, prefill_norm_launch,
     },
     tiles::{PARTS, TILE_COLS, TILE_ROWS, TileFormat},
 };
 
-/// Fewest rows of a tile of experts, whatever kernels are chosen.
-const EXPERT_COLUMNS_LEAST: u32 = 16;
 /// Tokens of a tile of attention.
 const TILE_TOKENS: usize = 16;
 
@@ -43,102 +39,6 @@ pub(super) fn most_tiles(tokens: usize, limits: Limits) -> usize {
 }
 
 const FITS: &str = "a chunk has 1 to 65,536 tokens, and the path 4 KV heads";
-
-macro_rules! prefill_buffers {
-    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// Offsets, or addresses, of the buffers of a chunk of T tokens; S sorted rows.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub(super) struct PrefillBuffers {
-            $($(#[$doc])* pub $name: u64,)*
-        }
-
-        impl PrefillBuffers {
-            /// The same as addresses, in an allocation at `base`.
-            fn at(&self, base: u64) -> Self {
-                Self { $($name: base + self.$name,)* }
-            }
-        }
-    };
-}
-
-prefill_buffers! {
-    /// `[T, D]` bf16, output of the block before, not yet added to the residual.
-    delta,
-    /// `[T, D]` bf16.
-    residual,
-    /// Panels `[D / 64, T, 64]` bf16.
-    normed,
-    /// `[1]` u32 of attention, zero between launches.
-    counter,
-    /// `[T, (H + 2G) 128]` bf16.
-    qkv,
-    /// Panels `[2 H, T, 64]` bf16.
-    attn,
-    /// Panels `[dense / 64, T, 64]` bf16.
-    act_dense,
-    /// `[T, E]` f32.
-    router_logits,
-    /// `[T, K]` u32.
-    chosen,
-    /// `[T, K]` f32.
-    chosen_weights,
-    /// `[T / 32, E]` u32, the tokens that chose an expert, as bits.
-    masks,
-    /// `[T / 32, E]` u32, where they lie among the sorted rows.
-    places,
-    /// The tiles over sorted rows.
-    expert_tiles,
-    /// `[1]` u32.
-    n_expert_tiles,
-    /// `[T, K]` u32, the sorted row of each choice.
-    sorted,
-    /// Panels `[D / 64, S, 64]` bf16; then `[S, D]` bf16, what the experts make of them.
-    sorted_rows,
-    /// Panels `[F / 64, S, 64]` bf16.
-    act,
-    /// Panels `[shared / 64, T, 64]` bf16.
-    act_shared,
-    /// `[T, D]` bf16, output of the shared expert.
-    shared,
-    /// `[256, V]` f32.
-    logits,
-}
-
-impl PrefillBuffers {
-    pub fn new(space: &mut Space, config: &FlintConfig, tokens: usize, logits_rows: usize) -> Self {
-        let (d, hd) = (config.hidden_size, config.head_dim);
-        let rows = tokens.next_multiple_of(ROWS_STEP);
-        let (sorted, words) = (prefill::sorted_rows(tokens), tokens.div_ceil(32) * EXPERTS);
-        let [delta, residual, normed] = [(); 3].map(|()| space.take(rows * d * 2));
-        let counter = space.take(4);
-        // Attention, a dense layer, a MoE layer and logits take turns.
-        let (mut attention, mut dense, mut moe, mut ending) = (*space, *space, *space, *space);
-        let buffers = Self {
-            delta,
-            residual,
-            normed,
-            counter,
-            qkv: attention.take(rows * (config.n_heads + 2 * config.n_kv_heads) * hd * 2),
-            attn: attention.take(rows * config.n_heads * hd * 2),
-            act_dense: dense.take(rows * config.dense_intermediate_size * 2),
-            router_logits: moe.take(rows * EXPERTS * 4),
-            chosen: moe.take(rows * CHOSEN * 4),
-            chosen_weights: moe.take(rows * CHOSEN * 4),
-            masks: moe.take(words * 4),
-            places: moe.take(words * 4),
-            expert_tiles: moe.take(expert_tiles(tokens, EXPERT_COLUMNS_LEAST) * 16),
-            n_expert_tiles: moe.take(4),
-            sorted: moe.take(rows * CHOSEN * 4),
-            sorted_rows: moe.take(sorted * d * 2),
-            act: moe.take(sorted * config.expert_intermediate_size * 2),
-            act_shared: moe.take(rows * config.shared_intermediate_size * 2),
-            shared: moe.take(rows * d * 2),
-            logits: ending.take(logits_rows * config.vocab_size * 4),
-        };
-        *space = Space::behind([attention, dense, moe, ending]);
-        buffers
-    }
-}
 
 /// The launches of a chunk, see [`Plan::chunk_steps`].
 pub(super) fn steps(
@@ -181,8 +81,12 @@ pub(super) fn logits_steps(
     let args = PrefillLinearArgs { scales: w + weights.lm_head.scales, ..args };
     vec![
         builder.norm(index, weights.final_norm),
-        builder.step(Operation::LmHead, index, builder.products.logits(format, &args), Args::PrefillLinear(args)),
+        step(Operation::LmHead, index, builder.products.logits(format, &args), Args::PrefillLinear(args)),
     ]
+}
+
+fn step(operation: Operation, layer: usize, (kernel, launch): (Kernel, Launch), args: Args) -> Step {
+    Step { operation, layer, kernel, launch, args }
 }
 
 struct Builder<'a> {
@@ -202,7 +106,7 @@ impl<'a> Builder<'a> {
         Self {
             plan,
             format,
-            products: Products::of(plan.card.major as u32, plan.card.processors),
+            products: Products::of(plan.card.major, plan.card.processors),
             weights: bases.weights,
             buffers: plan.chunk.prefill.expect("a plan of the fast path has them").at(bases.buffers),
             shared: plan.buffers.at(bases.buffers),
@@ -213,11 +117,6 @@ impl<'a> Builder<'a> {
 
     fn panel_rows(&self) -> usize {
         self.rows.next_multiple_of(ROWS_STEP)
-    }
-
-    #[allow(clippy::unused_self, reason = "so that steps are made alike")]
-    fn step(&self, operation: Operation, layer: usize, (kernel, launch): (Kernel, Launch), args: Args) -> Step {
-        Step { operation, layer, kernel, launch, args }
     }
 
     fn embed(&self, weights: &FastWeights) -> Step {
@@ -231,7 +130,7 @@ impl<'a> Builder<'a> {
             reserved: 0,
         };
         let launch = (PREFILL_EMBED, prefill_embed_launch(self.rows));
-        self.step(Operation::Embed, 0, launch, Args::PrefillEmbed(args))
+        step(Operation::Embed, 0, launch, Args::PrefillEmbed(args))
     }
 
     fn norm(&self, layer: usize, weight: u64) -> Step {
@@ -247,7 +146,7 @@ impl<'a> Builder<'a> {
             reserved: 0,
         };
         let launch = (PREFILL_NORM, prefill_norm_launch(self.rows));
-        self.step(Operation::Norm, layer, launch, Args::PrefillNorm(args))
+        step(Operation::Norm, layer, launch, Args::PrefillNorm(args))
     }
 
     /// A product of `strips` strips over `inputs` inputs, with one scale for all of it: 1.
@@ -286,7 +185,7 @@ impl<'a> Builder<'a> {
     ) -> Step {
         let args = self.linear_args(x, self.weights + matrix.tiles, outputs / TILE_ROWS, inputs, (out, outputs));
         let args = PrefillLinearArgs { scales: self.weights + matrix.scales, ..args };
-        self.step(operation, layer, self.products.linear(self.format, &args), Args::PrefillLinear(args))
+        step(operation, layer, self.products.linear(self.format, &args), Args::PrefillLinear(args))
     }
 
     /// Gate and up over `normed`, to panels of `width` activations.
@@ -295,7 +194,7 @@ impl<'a> Builder<'a> {
         let strips = 2 * width / TILE_ROWS;
         let args = self.linear_args(x, self.weights + matrix.tiles, strips, inputs, (out, self.panel_rows()));
         let args = PrefillLinearArgs { scales: self.weights + matrix.scales, ..args };
-        self.step(operation, layer, self.products.swiglu(self.format, &args), Args::PrefillLinear(args))
+        step(operation, layer, self.products.swiglu(self.format, &args), Args::PrefillLinear(args))
     }
 
     /// A layer up to its keys and values.
@@ -318,7 +217,7 @@ impl<'a> Builder<'a> {
             eps: config.rms_norm_eps,
         };
         let launch = prefill_kv_launch(kv_heads as u32, tiles).expect(FITS);
-        steps.push(self.step(Operation::QkvFinish, index, (PREFILL_KV, launch), Args::PrefillKv(args)));
+        steps.push(step(Operation::QkvFinish, index, (PREFILL_KV, launch), Args::PrefillKv(args)));
     }
 
     fn attention(
@@ -349,7 +248,7 @@ impl<'a> Builder<'a> {
         };
         let attention = PrefillAttention::of((self.plan.card.major, 0), self.plan.card.processors as u32);
         let launch = attention.launch(kv_heads as u32, cache.window, tiles).expect(FITS);
-        steps.push(self.step(Operation::Attention, index, (attention.kernel(), launch), Args::PrefillAttention(args)));
+        steps.push(step(Operation::Attention, index, (attention.kernel(), launch), Args::PrefillAttention(args)));
         steps.push(self.linear(Operation::Output, index, (b.attn, heads), layer.output, (b.delta, d)));
     }
 
@@ -382,7 +281,7 @@ impl<'a> Builder<'a> {
             self.linear_args(b.normed, w + router_parts, EXPERTS / TILE_ROWS, PARTS * d, (b.router_logits, EXPERTS));
         let args = PrefillLinearArgs { x_panels: (d / PANEL) as u32, ..parts };
         let launch = self.products.logits(TileFormat::Bf16, &args);
-        steps.push(self.step(Operation::Router, index, launch, Args::PrefillLinear(args)));
+        steps.push(step(Operation::Router, index, launch, Args::PrefillLinear(args)));
         let args = PrefillRouteArgs {
             logits: b.router_logits,
             experts: b.chosen,
@@ -392,7 +291,7 @@ impl<'a> Builder<'a> {
             reserved: 0,
         };
         let launch = (PREFILL_ROUTE, prefill_route_launch(self.rows));
-        steps.push(self.step(Operation::Choose, index, launch, Args::PrefillRoute(args)));
+        steps.push(step(Operation::Choose, index, launch, Args::PrefillRoute(args)));
         let args = PrefillGroupArgs {
             masks: b.masks,
             places: b.places,
@@ -402,7 +301,7 @@ impl<'a> Builder<'a> {
             most_columns: columns,
         };
         let launch = (PREFILL_GROUP, prefill_group_launch(self.rows));
-        steps.push(self.step(Operation::Group, index, launch, Args::PrefillGroup(args)));
+        steps.push(step(Operation::Group, index, launch, Args::PrefillGroup(args)));
         let args = PrefillGatherArgs {
             x: b.normed,
             experts: b.chosen,
@@ -416,7 +315,7 @@ impl<'a> Builder<'a> {
             reserved: 0,
         };
         let launch = (PREFILL_GATHER, prefill_gather_launch(self.rows));
-        steps.push(self.step(Operation::Gather, index, launch, Args::PrefillGather(args)));
+        steps.push(step(Operation::Gather, index, launch, Args::PrefillGather(args)));
         let up = PrefillExpertsArgs {
             x: b.sorted_rows,
             weights: w + up.tiles,
@@ -428,21 +327,16 @@ impl<'a> Builder<'a> {
             reserved: 0,
         };
         let launch = self.products.experts_up(format, self.rows);
-        steps.push(self.step(Operation::ExpertsUp, index, launch, Args::PrefillExperts(up)));
+        steps.push(step(Operation::ExpertsUp, index, launch, Args::PrefillExperts(up)));
         let down =
             PrefillExpertsArgs { x: b.act, weights: w + down.tiles, scales: w + down.scales, out: b.sorted_rows, ..up };
         let launch = self.products.experts_down(format, self.rows);
-        steps.push(self.step(Operation::ExpertsDown, index, launch, Args::PrefillExperts(down)));
+        steps.push(step(Operation::ExpertsDown, index, launch, Args::PrefillExperts(down)));
 
         steps.push(self.swiglu(Operation::SharedUp, index, *shared_up, b.act_shared, shared));
         let args = self.linear_args(b.act_shared, w + shared_down, d / TILE_ROWS, shared, (b.shared, d));
         let args = PrefillLinearArgs { scale: *shared_down_scale, ..args };
-        steps.push(self.step(
-            Operation::SharedDown,
-            index,
-            self.products.linear(format, &args),
-            Args::PrefillLinear(args),
-        ));
+        steps.push(step(Operation::SharedDown, index, self.products.linear(format, &args), Args::PrefillLinear(args)));
         let args = PrefillCombineArgs {
             y: b.sorted_rows,
             sorted: b.sorted,
@@ -453,6 +347,6 @@ impl<'a> Builder<'a> {
             reserved: 0,
         };
         let launch = (PREFILL_COMBINE, prefill_combine_launch(self.rows));
-        steps.push(self.step(Operation::Combine, index, launch, Args::PrefillCombine(args)));
+        steps.push(step(Operation::Combine, index, launch, Args::PrefillCombine(args)));
     }
 }

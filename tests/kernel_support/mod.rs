@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 pub mod attention;
+pub mod packed;
 
 use flint_rs::{
     gpu::{Buffer, Device, IMAGES, Kernels},

@@ -1,0 +1,482 @@
+//! Products over many rows and the routing around them against the CPU's reference, at Flint's own dimensions. They need
+//! a GPU, so `cargo test` counts these as ignored; `make test-gpu` runs them.
+
+#![cfg(feature = "cuda")]
+#![allow(clippy::float_cmp, reason = "equal means the same bits")]
+
+mod cpu_support;
+mod kernel_support;
+
+use cpu_support::{Kind, Random, matrix};
+use flint_rs::{
+    cancel::Cancel,
+    cpu::{
+        Precision::{Bfloat16, Float32},
+        reference::{Routes, project, silu, swiglu_act},
+    },
+    gpu::Buffer,
+    kernels::{
+        decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN},
+        prefill::*,
+    },
+    tiles::TileFormat,
+    weights::SwiGlu,
+};
+use kernel_support::{
+    Gpu, assert_close, bf16_bytes, bf16_step, output, packed::Packed, rms, to_bf16s, to_f32s, to_u32s,
+};
+
+const FORMATS: [(Kind, TileFormat); 2] = [(Kind::Nvfp4, TileFormat::Nvfp4), (Kind::Bf16, TileFormat::Bf16)];
+const PRODUCTS: fn() -> Products = || Products::of(9, 132);
+
+/// Where an input of a row lies in panels, in values, as `cuda/panel.cuh` has it.
+fn panel_at(panel_rows: usize, row: usize, column: usize) -> usize {
+    let pair = column % PANEL / 2;
+    let (part, place) = (pair % 8, 2 * (pair / 8) + column % 2);
+    (column / PANEL * panel_rows + row) * PANEL + (part ^ (row % 8)) * 8 + place
+}
+
+/// Panels of `x`; rows behind the last are NaN.
+fn panels(x: &[f32], cols: usize) -> Vec<f32> {
+    let rows = x.len() / cols;
+    let panel_rows = rows.next_multiple_of(ROWS_STEP);
+    let mut panels = vec![f32::NAN; panel_rows * cols];
+    for (i, &x) in x.iter().enumerate() {
+        panels[panel_at(panel_rows, i / cols, i % cols)] = x;
+    }
+    panels
+}
+
+/// Rows `rows` of bf16 panels.
+fn from_panels(bytes: &[u8], panel_rows: usize, cols: usize, rows: impl Iterator<Item = usize>) -> Vec<f32> {
+    let values = to_bf16s(bytes);
+    rows.flat_map(|row| (0..cols).map(move |column| (row, column)))
+        .map(|(row, column)| values[panel_at(panel_rows, row, column)])
+        .collect()
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Out {
+    Bf16,
+    F32,
+    Panels,
+}
+
+/// A product with its weights on the device.
+struct Case<'a> {
+    gpu: &'a Gpu,
+    product: &'static Product,
+    format: TileFormat,
+    out: Out,
+    /// Outputs of a row.
+    width: usize,
+    /// Inputs of a row of x, of which the weights may have a multiple.
+    cols: usize,
+    k: usize,
+    strips: usize,
+    weights: Buffer,
+    scales: Buffer,
+}
+
+impl Case<'_> {
+    /// The rows that come out for the rows of `x`, as f32.
+    fn run(&self, way: Way, x: &[f32], pdl: bool) -> Vec<f32> {
+        let rows = x.len() / self.cols;
+        let panel_rows = rows.next_multiple_of(ROWS_STEP);
+        let x = self.gpu.upload(&bf16_bytes(&panels(x, self.cols)));
+        let out_rows = if self.out == Out::Panels { panel_rows } else { rows };
+        let len = out_rows * self.width * if self.out == Out::F32 { 4 } else { 2 };
+        let out = self.gpu.poisoned(len);
+        let args = PrefillLinearArgs {
+            x: x.address(),
+            weights: self.weights.address(),
+            scales: self.scales.address(),
+            out: out.address(),
+            rows: rows as u32,
+            panel_rows: panel_rows as u32,
+            strips: self.strips as u32,
+            k_tiles: (self.k / 512) as u32,
+            x_panels: (self.cols / PANEL) as u32,
+            out_stride: if self.out == Out::Panels { panel_rows } else { self.width } as u32,
+            scale: f32::NAN,
+            reserved: 0,
+        };
+        let (kernel, launch) = PRODUCTS().linear_launch(self.product, self.format, way, &args);
+        // SAFETY: every buffer has the extent that the struct states, and lives until the download in `output`.
+        unsafe { self.gpu.launch(kernel, launch, pdl, &args) };
+        let bytes = output(&out, len);
+        match self.out {
+            Out::Bf16 => to_bf16s(&bytes),
+            Out::F32 => to_f32s(&bytes),
+            Out::Panels => {
+                let padding = from_panels(&bytes, panel_rows, self.width, rows..panel_rows);
+                assert!(padding.iter().all(|x| x.is_nan()), "rows that no token owns were written");
+                from_panels(&bytes, panel_rows, self.width, 0..rows)
+            }
+        }
+    }
+
+    /// `exact` are the unrounded results. All ways, and a row wherever it stands, give the same bits.
+    fn check(&self, x: &[f32], exact: &[f32], spread_bound: f32) {
+        let rows = x.len() / self.cols;
+        let found = self.run(self.product.ways()[0], x, false);
+        let spread = rms(exact);
+        let rounded = if self.out == Out::F32 { 0.0 } else { 0.51 };
+        assert_close("product", &found, exact, |i| spread_bound * spread + rounded * bf16_step(exact[i]));
+        for &way in self.product.ways() {
+            assert!(self.run(way, x, true) == found, "{way:?}, {rows} rows: other bits");
+            for row in [0, rows / 2, rows - 1] {
+                let alone = self.run(way, &x[row * self.cols..][..self.cols], true);
+                assert!(alone == found[row * self.width..][..self.width], "{way:?}: row {row} of {rows} alone");
+            }
+            let turned = [&x[self.cols..], &x[..self.cols]].concat();
+            let expected = [&found[self.width..], &found[..self.width]].concat();
+            assert!(self.run(way, &turned, false) == expected, "{way:?}, {rows} rows: depends on the place");
+        }
+    }
+}
+
+const ROWS: [usize; 8] = [1, 8, 9, 63, 64, 65, 127, 1000];
+
+/// Sums of exact products in another order, and the tensor cores' own rounding of sums.
+const SPREAD: f32 = 2e-5;
+
+fn plain(product: &'static Product, out: Out, width: usize, cols: usize, rows_of: &[usize]) {
+    let (gpu, mut random) = (Gpu::open(), Random::fresh());
+    for (kind, format) in FORMATS {
+        let weights = matrix(&mut random, kind, width, cols);
+        let packed = Packed::plain(format, &[&weights]);
+        let case = Case {
+            gpu: &gpu,
+            product,
+            format,
+            out,
+            width,
+            cols,
+            k: cols,
+            strips: width / 16,
+            weights: gpu.upload(&packed.tiles),
+            scales: gpu.f32s(&packed.scales),
+        };
+        for &rows in rows_of {
+            let x = random.bf16s(rows * cols);
+            case.check(&x, &project(&weights, &x, Float32, &Cancel::default()).unwrap(), SPREAD);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn rows_of_bf16() {
+    plain(&LINEAR, Out::Bf16, 640, 2048, &ROWS);
+    // Strips that no unit divides, the longest and the shortest k.
+    plain(&LINEAR, Out::Bf16, 16 * 21, 6144, &[65, 300]);
+    plain(&LINEAR, Out::Bf16, 16 * 5, 512, &[17, 300]);
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn rows_of_f32() {
+    plain(&LOGITS, Out::F32, 16 * 153, 2048, &[1, 64, 300]);
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn inputs_that_repeat() {
+    let (gpu, mut random) = (Gpu::open(), Random::fresh());
+    let weights = matrix(&mut random, Kind::Bf16, EXPERTS, 3 * HIDDEN);
+    let packed = Packed::plain(TileFormat::Bf16, &[&weights]);
+    let case = Case {
+        gpu: &gpu,
+        product: &LOGITS,
+        format: TileFormat::Bf16,
+        out: Out::F32,
+        width: EXPERTS,
+        cols: HIDDEN,
+        k: 3 * HIDDEN,
+        strips: EXPERTS / 16,
+        weights: gpu.upload(&packed.tiles),
+        scales: gpu.f32s(&packed.scales),
+    };
+    for rows in [1, 9, 300] {
+        let x = random.bf16s(rows * HIDDEN);
+        let thrice: Vec<f32> = x.chunks_exact(HIDDEN).flat_map(|row| [row, row, row].concat()).collect();
+        // Three times as long a sum as its inputs' size promises.
+        case.check(&x, &project(&weights, &thrice, Float32, &Cancel::default()).unwrap(), 3.0 * SPREAD);
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn activations() {
+    let (gpu, mut random) = (Gpu::open(), Random::fresh());
+    for (kind, format) in FORMATS {
+        let [gate, up] = [(); 2].map(|()| matrix(&mut random, kind, 384, HIDDEN));
+        let packed = Packed::gate_up(format, &gate, &up);
+        let case = Case {
+            gpu: &gpu,
+            product: &SWIGLU,
+            format,
+            out: Out::Panels,
+            width: 384,
+            cols: HIDDEN,
+            k: HIDDEN,
+            strips: 48,
+            weights: gpu.upload(&packed.tiles),
+            scales: gpu.f32s(&packed.scales),
+        };
+        for rows in ROWS {
+            let x = random.bf16s(rows * HIDDEN);
+            let [gate, up] = [&gate, &up].map(|m| project(m, &x, Float32, &Cancel::default()).unwrap());
+            let exact: Vec<f32> = gate.iter().zip(&up).map(|(&g, &u)| silu(g) * u).collect();
+            case.check(&x, &exact, SPREAD);
+        }
+    }
+}
+
+/// Different experts: the 256 are these in turn, so that a test makes and packs few.
+const DISTINCT: usize = 12;
+
+struct Moe {
+    experts: Vec<SwiGlu>,
+    gate_up: [Buffer; 2],
+    down: [Buffer; 2],
+}
+
+impl Moe {
+    fn new(gpu: &Gpu, random: &mut Random, kind: Kind, format: TileFormat) -> Self {
+        let expert = |random: &mut Random| SwiGlu {
+            gate: matrix(random, kind, EXPERT_WIDTH, HIDDEN),
+            up: matrix(random, kind, EXPERT_WIDTH, HIDDEN),
+            down: matrix(random, kind, HIDDEN, EXPERT_WIDTH),
+        };
+        let experts: Vec<SwiGlu> = (0..DISTINCT).map(|_| expert(random)).collect();
+        let all = |parts: Vec<Packed>, scales: usize| {
+            let turns = || (0..EXPERTS).map(|e| &parts[e % DISTINCT]);
+            let tiles: Vec<u8> = turns().flat_map(|p| p.tiles.iter().copied()).collect();
+            let scales: Vec<f32> = turns().flat_map(|p| p.scales[..scales].iter().copied()).collect();
+            [gpu.upload(&tiles), gpu.f32s(&scales)]
+        };
+        let gate_up = all(experts.iter().map(|e| Packed::gate_up(format, &e.gate, &e.up)).collect(), 2);
+        let down = all(experts.iter().map(|e| Packed::plain(format, &[&e.down])).collect(), 1);
+        Self { experts, gate_up, down }
+    }
+}
+
+/// What the kernels of a MoE layer left, in the order of tokens and slots.
+#[derive(PartialEq)]
+struct Outcome {
+    chosen: Vec<u32>,
+    weights: Vec<f32>,
+    act: Vec<f32>,
+    y: Vec<f32>,
+    delta: Vec<f32>,
+}
+
+fn run_moe(
+    gpu: &Gpu,
+    (moe, format): (&Moe, TileFormat),
+    way: Way,
+    x: &[f32],
+    logits: &[f32],
+    shared: &[f32],
+    pdl: bool,
+) -> Outcome {
+    let rows = x.len() / HIDDEN;
+    let (panel_rows, sorted_rows) = (rows.next_multiple_of(ROWS_STEP), sorted_rows(rows));
+    let (masks_len, most_columns) = (rows.div_ceil(32) * EXPERTS * 4, way.columns() as u32);
+    let tiles_len = expert_tiles(rows, most_columns) * 16;
+    let [choices_len, act_len, y_len, delta_len] =
+        [rows * CHOSEN * 4, sorted_rows * EXPERT_WIDTH * 2, sorted_rows * HIDDEN * 2, rows * HIDDEN * 2];
+    let (logits, x) = (gpu.f32s(logits), gpu.upload(&bf16_bytes(&panels(x, HIDDEN))));
+    let shared = gpu.bf16s(shared);
+    let [chosen, weights, sorted] = [(); 3].map(|()| gpu.poisoned(choices_len));
+    let [masks, places] = [(); 2].map(|()| gpu.poisoned(masks_len));
+    let (tiles, n_tiles) = (gpu.poisoned(tiles_len), gpu.poisoned(4));
+    let [gathered, act, y, delta] = [y_len, act_len, y_len, delta_len].map(|len| gpu.poisoned(len));
+    let route = PrefillRouteArgs {
+        logits: logits.address(),
+        experts: chosen.address(),
+        weights: weights.address(),
+        masks: masks.address(),
+        rows: rows as u32,
+        reserved: 0,
+    };
+    let group = PrefillGroupArgs {
+        masks: masks.address(),
+        places: places.address(),
+        tiles: tiles.address(),
+        n_tiles: n_tiles.address(),
+        rows: rows as u32,
+        most_columns,
+    };
+    let gather = PrefillGatherArgs {
+        x: x.address(),
+        experts: chosen.address(),
+        masks: masks.address(),
+        places: places.address(),
+        sorted: sorted.address(),
+        out: gathered.address(),
+        rows: rows as u32,
+        panel_rows: panel_rows as u32,
+        sorted_rows: sorted_rows as u32,
+        reserved: 0,
+    };
+    let up = PrefillExpertsArgs {
+        x: gathered.address(),
+        weights: moe.gate_up[0].address(),
+        scales: moe.gate_up[1].address(),
+        out: act.address(),
+        tiles: tiles.address(),
+        n_tiles: n_tiles.address(),
+        sorted_rows: sorted_rows as u32,
+        reserved: 0,
+    };
+    let down = PrefillExpertsArgs {
+        x: act.address(),
+        weights: moe.down[0].address(),
+        scales: moe.down[1].address(),
+        out: y.address(),
+        ..up
+    };
+    let combine = PrefillCombineArgs {
+        y: y.address(),
+        sorted: sorted.address(),
+        weights: weights.address(),
+        shared: shared.address(),
+        delta: delta.address(),
+        rows: rows as u32,
+        reserved: 0,
+    };
+    let products = PRODUCTS();
+    let (up_kernel, up_launch) = products.experts(&EXPERTS_UP, format, way, rows);
+    let (down_kernel, down_launch) = products.experts(&EXPERTS_DOWN, format, way, rows);
+    // SAFETY: every buffer has the extent that the structs state, and lives until the downloads below.
+    unsafe {
+        gpu.launch(PREFILL_ROUTE, prefill_route_launch(rows), pdl, &route);
+        gpu.launch(PREFILL_GROUP, prefill_group_launch(rows), pdl, &group);
+        gpu.launch(PREFILL_GATHER, prefill_gather_launch(rows), pdl, &gather);
+        gpu.launch(up_kernel, up_launch, pdl, &up);
+        gpu.launch(down_kernel, down_launch, pdl, &down);
+        gpu.launch(PREFILL_COMBINE, prefill_combine_launch(rows), pdl, &combine);
+    }
+    output(&masks, masks_len);
+    output(&places, masks_len);
+    output(&gathered, y_len);
+    let chosen = to_u32s(&output(&chosen, choices_len));
+    let sorted = to_u32s(&output(&sorted, choices_len));
+    check_groups(
+        &chosen,
+        &sorted,
+        &to_u32s(&output(&tiles, tiles_len)),
+        to_u32s(&output(&n_tiles, 4))[0],
+        most_columns,
+    );
+    let y = to_bf16s(&output(&y, y_len));
+    Outcome {
+        chosen,
+        weights: to_f32s(&output(&weights, choices_len)),
+        act: from_panels(&output(&act, act_len), sorted_rows, EXPERT_WIDTH, sorted.iter().map(|&row| row as usize)),
+        y: sorted.iter().flat_map(|&row| &y[row as usize * HIDDEN..][..HIDDEN]).copied().collect(),
+        delta: to_bf16s(&output(&delta, delta_len)),
+    }
+}
+
+/// Rows of an expert ascend and begin at a multiple of eight, and the tiles cover each once.
+fn check_groups(chosen: &[u32], sorted: &[u32], tiles: &[u32], n_tiles: u32, most_columns: u32) {
+    let mut expected = Vec::new();
+    let mut start = 0;
+    for expert in 0..EXPERTS as u32 {
+        let rows: Vec<u32> = (0..chosen.len()).filter(|&i| chosen[i] == expert).map(|i| sorted[i]).collect();
+        let end = start + rows.len() as u32;
+        assert!(rows.iter().copied().eq(start..end), "expert {expert}: rows {rows:?}");
+        expected.extend((start..end).map(|row| (expert, row)));
+        start = end.next_multiple_of(ROWS_STEP as u32);
+    }
+    let mut covered = Vec::new();
+    for tile in tiles.chunks_exact(4).take(n_tiles as usize) {
+        let &[expert, row, rows, width] = tile else { unreachable!() };
+        assert!(row.is_multiple_of(8) && rows > 0 && rows <= width && width <= most_columns, "{tile:?}");
+        covered.extend((row..row + rows).map(|row| (expert, row)));
+    }
+    assert_eq!(covered, expected);
+}
+
+fn check_moe(gpu: &Gpu, random: &mut Random, kind: (Kind, TileFormat), moe: &Moe, logits: &[f32]) {
+    let (rows, cancel) = (logits.len() / EXPERTS, Cancel::default());
+    let (x, shared) = (random.bf16s(rows * HIDDEN), random.bf16s(rows * HIDDEN));
+    let with = (moe, kind.1);
+    let found = run_moe(gpu, with, Way::Wide(256), &x, logits, &shared, false);
+    for &way in EXPERTS_UP.ways() {
+        assert!(run_moe(gpu, with, way, &x, logits, &shared, true) == found, "{way:?}, {rows} rows: other bits");
+        for row in [0, rows / 2, rows - 1] {
+            let part = |x: &[f32], len: usize| x[row * len..][..len].to_vec();
+            let alone =
+                run_moe(gpu, with, way, &part(&x, HIDDEN), &part(logits, EXPERTS), &part(&shared, HIDDEN), true);
+            assert!(alone.act == part(&found.act, CHOSEN * EXPERT_WIDTH), "{way:?}: act of row {row} of {rows} alone");
+            assert!(alone.delta == part(&found.delta, HIDDEN), "{way:?}: row {row} of {rows} alone");
+        }
+    }
+    let routes = Routes::from_logits(logits, EXPERTS, CHOSEN);
+    // The reference is slow: not all of many rows.
+    for row in (0..rows).step_by(rows.div_ceil(40)) {
+        let x = &x[row * HIDDEN..][..HIDDEN];
+        let mut chosen: Vec<(usize, f32)> = routes.of(row).collect();
+        chosen.sort_unstable_by_key(|&(e, _)| e);
+        let mut routed = vec![0f32; HIDDEN];
+        for (slot, &(e, weight)) in chosen.iter().enumerate() {
+            let at = row * CHOSEN + slot;
+            assert_eq!(found.chosen[at] as usize, e, "row {row}, slot {slot}");
+            // An exponential and two divisions of the card.
+            assert!((found.weights[at] - weight).abs() <= 1e-6, "row {row}, slot {slot}: {weight}");
+            let expert = &moe.experts[e % DISTINCT];
+            let exact = swiglu_act(expert, x, Float32, &cancel).unwrap();
+            let act = &found.act[at * EXPERT_WIDTH..][..EXPERT_WIDTH];
+            let spread = rms(&exact);
+            assert_close("act", act, &exact, |i| SPREAD * spread + 0.51 * bf16_step(exact[i]));
+            // From the kernel's own activations, so that their rounding is not counted twice.
+            let exact = project(&expert.down, act, Float32, &cancel).unwrap();
+            let (y, spread) = (&found.y[at * HIDDEN..][..HIDDEN], rms(&exact));
+            assert_close("y", y, &exact, |i| SPREAD * spread + 0.51 * bf16_step(exact[i]));
+            for (sum, &y) in routed.iter_mut().zip(y) {
+                *sum = found.weights[at].mul_add(y, *sum);
+            }
+        }
+        let shared = &shared[row * HIDDEN..][..HIDDEN];
+        let delta: Vec<f32> = routed.iter().zip(shared).map(|(&r, s)| Bfloat16.round(Bfloat16.round(r) + s)).collect();
+        assert_eq!(found.delta[row * HIDDEN..][..HIDDEN], delta, "row {row}");
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn moe_layer() {
+    let (gpu, mut random) = (Gpu::open(), Random::fresh());
+    for kind in FORMATS {
+        let moe = Moe::new(&gpu, &mut random, kind.0, kind.1);
+        for rows in [1, 8, 9, 63, 65, 1000] {
+            let logits = random.normals(rows * EXPERTS);
+            check_moe(&gpu, &mut random, kind, &moe, &logits);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn uneven_routing() {
+    let (gpu, mut random) = (Gpu::open(), Random::fresh());
+    let kind = FORMATS[0];
+    let moe = Moe::new(&gpu, &mut random, kind.0, kind.1);
+    let edge = |rows: usize, f: &dyn Fn(usize, usize) -> f32| {
+        (0..rows * EXPERTS).map(|i| f(i / EXPERTS, i % EXPERTS)).collect::<Vec<f32>>()
+    };
+    for logits in [
+        edge(700, &|_, e| if e < 250 { -3.0 } else { 2.0 }), // six take all
+        edge(300, &|n, e| if e == 77 { 9.0 } else { ((n * 31 + e * 7) % 101) as f32 / 50.0 }), // one takes all
+        edge(65, &|_, _| 0.25),                              // ties: the first six
+        edge(40, &|n, e| if e / 6 == n { 1.0 } else { -1.0 - e as f32 / 256.0 }), // one row an expert
+        edge(33, &|_, e| if e % 43 == 7 { -1.0 } else { -200.0 }), // six scores above 0
+    ] {
+        check_moe(&gpu, &mut random, kind, &moe, &logits);
+    }
+}
