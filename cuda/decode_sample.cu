@@ -522,7 +522,7 @@ extern "C" __global__ void FLINT_CLUSTER(8) __launch_bounds__(kThreads)
     const float* logits = args.logits + uint64_t(n_row) * args.logits_stride;
     const Slice raw{logits + first, first, min(each, args.vocab - first)};
     float* work = args.workspace == nullptr ? shared_slice : args.workspace + uint64_t(n_row) * args.vocab + first;
-    SampleRecord* record = args.ring + uint64_t(s.row.records % args.ring_lines) * kSampleRows + n_row;
+    SampleRecord* record = args.ring + uint64_t(s.row.records % args.ring_lines) * args.ring_rows + n_row;
 
     Key raw_max = 0;
     const uint32_t status = choose(b, args, raw, work, raw_max);

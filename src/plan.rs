@@ -12,9 +12,7 @@ use crate::{
     checkpoint::Checkpoint,
     config::{Attention, FlintConfig, LayerKind, Mlp},
     error::{Error, Result},
-    kernels::{
-        Args, DECODE_SAMPLE, DecodeSampleArgs, Kernel, Launch, SAMPLE_VOCAB_MOST, decode_sample_launch,
-    },
+    kernels::{Args, DECODE_SAMPLE, DecodeSampleArgs, Kernel, Launch, SAMPLE_VOCAB_MOST, decode_sample_launch},
     kv::{KvBlocks, PoolLayout},
     tiles::TileFormat,
 };
@@ -332,7 +330,7 @@ impl Plan {
                 vocab: vocab as u32,
                 logits_stride: self.config.vocab_size as u32,
                 ring_lines: TOKEN_RING as u32,
-                reserved: 0,
+                ring_rows: MAX_ROWS as u32,
             }),
         }
     }

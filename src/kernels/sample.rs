@@ -15,8 +15,6 @@ use crate::{
 pub const DECODE_SAMPLE: Kernel =
     Kernel { symbol: c"decode_sample", args_bytes: size_of::<DecodeSampleArgs>(), pdl: true };
 
-/// Rows of the sampler's memory; a step uses the first B.
-pub const SAMPLE_ROWS: usize = 8;
 /// Bytes of a row's [`SampleRow`].
 pub const SAMPLE_ROW_BYTES: usize = size_of::<SampleRow>();
 /// Words of a record in the ring.
@@ -30,13 +28,13 @@ pub const SAMPLE_VOCAB_MOST: usize = 1 << 23;
 pub struct DecodeSampleArgs {
     /// `[B, logits_stride]` f32.
     pub logits: u64,
-    /// `[8]` [`SampleRow`], of which B are brought up to date.
+    /// `[B]` [`SampleRow`], brought up to date.
     pub rows: u64,
-    /// `[8, 2, ceil(V / 32)]` u32, see [`SampleStart::masks`].
+    /// `[B, 2, ceil(V / 32)]` u32, see [`SampleStart::masks`].
     pub masks: u64,
-    /// `[8, V]` f32, see [`SampleStart::bias`].
+    /// `[B, V]` f32, see [`SampleStart::bias`].
     pub bias: u64,
-    /// `[8, V]` u32, see [`SampleStart::seen`]; brought up to date.
+    /// `[B, V]` u32, see [`SampleStart::seen`]; brought up to date.
     pub seen: u64,
     /// `[B, V]` f32, or 0 when the launch has shared memory for it.
     pub workspace: u64,
@@ -44,7 +42,7 @@ pub struct DecodeSampleArgs {
     pub tokens: u64,
     /// `[B]` u32; each goes up by 1.
     pub positions: u64,
-    /// `[ring_lines, 8, 48]` u32, such as pinned host memory: a row's records by their number from 0, modulo
+    /// `[ring_lines, ring_rows, 48]` u32, such as pinned host memory: a row's records by their number from 0, modulo
     /// `ring_lines`.
     pub ring: u64,
     /// V, at most [`SAMPLE_VOCAB_MOST`].
@@ -53,8 +51,8 @@ pub struct DecodeSampleArgs {
     pub logits_stride: u32,
     /// Lines of `ring`, at least 1.
     pub ring_lines: u32,
-    /// Fills the struct.
-    pub reserved: u32,
+    /// Rows of a line of `ring`, at least B.
+    pub ring_rows: u32,
 }
 
 /// What a request asks for, and how far it is.
