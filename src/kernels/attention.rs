@@ -97,13 +97,12 @@ pub fn decode_attention_launch(n_kv_heads: u32, window: Option<u32>, positions: 
     let seen: u64 = positions.iter().map(|p| window.map_or(seen(p), |window| seen(p).min(window.into()))).sum();
     // K and V of every position; q in and attention out.
     let bytes = u64::from(n_kv_heads) * 2 * 128 * (2 * seen + 2 * 8 * u64::from(rows));
-    Some(match window {
-        None => (DECODE_ATTENTION, Launch { grid: [BLOCKS * rows.min(2), 1, 1], block: 256, shared_bytes: 0, bytes }),
-        Some(_) => {
-            let grid = [CLUSTER, n_kv_heads, rows];
-            (DECODE_ATTENTION_WINDOW, Launch { grid, block: 160, shared_bytes: 0, bytes })
-        }
-    })
+    let (kernel, grid, block) = if window.is_none() {
+        (DECODE_ATTENTION, [BLOCKS * rows.min(2), 1, 1], 256)
+    } else {
+        (DECODE_ATTENTION_WINDOW, [CLUSTER, n_kv_heads, rows], 160)
+    };
+    Some((kernel, Launch { grid, block, shared_bytes: 0, bytes }))
 }
 
 #[cfg(test)]
