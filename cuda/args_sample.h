@@ -17,7 +17,6 @@ constexpr uint32_t kSampleImpossible = 2;   // no logit above minus infinity
 constexpr uint32_t kSampleOverflow = 3;     // a penalty made plus infinity
 constexpr uint32_t kSampleNothingLeft = 4;  // masks and penalties left no token
 
-constexpr uint32_t kSampleRows = 8;
 constexpr uint32_t kSampleTopMost = 20;
 
 // What a request asks for, and how far it is.
@@ -60,18 +59,18 @@ static_assert(sizeof(SampleRecord) == 192 && offsetof(SampleRecord, top) == 24);
 struct DecodeSampleArgs {
     const float* logits;    // [B, logits_stride]
     SampleRow* rows;        // [B]
-    const uint32_t* masks;  // [8, 2, ceil(V / 32)] bit v % 32 of word v / 32 is set for tokens that may be chosen; the
+    const uint32_t* masks;  // [B, 2, ceil(V / 32)] bit v % 32 of word v / 32 is set for tokens that may be chosen; the
                             // second half counts while fewer than min_tokens stand. Read if kSampleMasked
-    const float* bias;      // [8, V] read if kSampleBiased
-    uint32_t* seen;    // [8, V] 0, or 1 + times in the output for tokens of prompt and output. Used if kSamplePenalised
+    const float* bias;      // [B, V] read if kSampleBiased
+    uint32_t* seen;    // [B, V] 0, or 1 + times in the output for tokens of prompt and output. Used if kSamplePenalised
     float* workspace;  // [B, V], or null: then dynamic shared memory holds a block's part
     uint32_t* tokens;  // [B]
     uint32_t* positions;  // [B]
-    SampleRecord* ring;   // [ring_lines, 8] in memory that the host reads
+    SampleRecord* ring;   // [ring_lines, ring_rows] in memory that the host reads
     uint32_t vocab;       // V
     uint32_t logits_stride;
     uint32_t ring_lines;
-    uint32_t reserved;
+    uint32_t ring_rows;  // at least B
 };
 static_assert(sizeof(DecodeSampleArgs) == 88 && offsetof(DecodeSampleArgs, workspace) == 40 &&
               offsetof(DecodeSampleArgs, ring) == 64 && offsetof(DecodeSampleArgs, vocab) == 72);

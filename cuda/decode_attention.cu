@@ -17,8 +17,8 @@
 //          kAttentionParts parts, and the blocks take parts of all rows in turn; at most 256 rows.
 //          decode_attention_window: grid (8, G, B) of 160 threads in clusters of 8. No dynamic shared memory.
 // order    Tiles of 32 or 16 positions go to the warps of a block or cluster in turn, behind the last tile the new
-//          position. Warps, then blocks, then parts merge in ascending order, and the sink comes last. All of it depends
-//          on the token's own position alone.
+//          position. Warps, then blocks, then parts merge in ascending order, and the sink comes last. All of it
+//          depends on the token's own position alone.
 // bound    memory: 512 bytes a position seen and KV head; latency below some thousand positions
 // PDL      the first tile of each warp is requested before the wait; triggers right after it
 //
@@ -52,8 +52,9 @@ constexpr float kScoreScale = 0.08838834764831845f * kLog2e;
 // Below every score, and finite: what nothing was added to has weight zero beside anything.
 constexpr float kLowest = -1e30f;
 
-// Blocks that share a part, warps of a block, and positions that a warp takes at a time. A long context needs many loads
-// in flight. A window is a matter of latency: each warp has one tile, and the blocks leave room for others on their SM.
+// Blocks that share a part, warps of a block, and positions that a warp takes at a time. A long context needs many
+// loads in flight. A window is a matter of latency: each warp has one tile, and the blocks leave room for others on
+// their SM.
 struct All {
     static constexpr int kCluster = 1, kWarps = 8, kTile = 32;
 };
@@ -102,7 +103,7 @@ struct Shared {
 // What one warp holds of a tile of 16 J positions.
 template <int J>
 struct Tile {
-    uint4 k[J][2][4];        // [j][i][s]: dims 32 s + 8 t .. of the key in row g of part (j, i)
+    uint4 k[J][2][4];         // [j][i][s]: dims 32 s + 8 t .. of the key in row g of part (j, i)
     uint32_t v[8][2][2 * J];  // [m][h]: positions 4 J t .. of dim 16 m + 8 h + g
 
     // From the tile's part of K, then of V.
@@ -234,8 +235,7 @@ __device__ __forceinline__ float dot(const Heads& q, const __nv_bfloat16* k, int
 
 // Scores of a tile, [j]: row g of part (j, 0) for both heads, row g of part (j, 1).
 template <int J>
-__device__ __forceinline__ void multiply_k(float (&score)[J][4], const Tile<J>& tile, const Heads& q, int g,
-                                           int t) {
+__device__ __forceinline__ void multiply_k(float (&score)[J][4], const Tile<J>& tile, const Heads& q, int g, int t) {
 #pragma unroll
     for (int j = 0; j < J; ++j)
 #pragma unroll
@@ -353,8 +353,8 @@ __device__ __forceinline__ Merged merge(Out out_of, Stats stats_of) {
     return to;
 }
 
-// Of the parts of a head, kPartial values each, the next kGroup * kPartial further on. A lane holds a part's maximum and
-// sum of p.
+// Of the parts of a head, kPartial values each, the next kGroup * kPartial further on. A lane holds a part's maximum
+// and sum of p.
 __device__ __forceinline__ Merged merge_parts(const float* partial, int parts, int lane) {
     constexpr int kInFlight = 16, kStep = kGroup * kPartial;
     static_assert(kAttentionParts == 32);
@@ -513,9 +513,8 @@ __device__ __forceinline__ void attend(Shared<Shape>& shared, const DecodeAttent
     }
     __syncthreads();
     auto of_warps = [&](int head) {
-        return merge<kWarps>(
-            [&](int w) { return *reinterpret_cast<const float4*>(&shared.out[w][head][4 * lane]); },
-            [&](int w) { return make_float2(shared.max[w][head], shared.sum[w][head]); });
+        return merge<kWarps>([&](int w) { return *reinterpret_cast<const float4*>(&shared.out[w][head][4 * lane]); },
+                             [&](int w) { return make_float2(shared.max[w][head], shared.sum[w][head]); });
     };
     if constexpr (kRanks > 1) {
         // The cluster's blocks: each finishes its share of the heads.
@@ -528,8 +527,8 @@ __device__ __forceinline__ void attend(Shared<Shape>& shared, const DecodeAttent
         }
         for (int i = warp; i < S::kHeads; i += kWarps) {
             shared.box.wait(0);
-            const Merged x = merge<kRanks>(
-                [&](int r) { return shared.rank_out[i][r][lane]; }, [&](int r) { return shared.rank_stats[i][r]; });
+            const Merged x = merge<kRanks>([&](int r) { return shared.rank_out[i][r][lane]; },
+                                           [&](int r) { return shared.rank_stats[i][r]; });
             const int head = rank * S::kHeads + i;
             store_attn(args, x, shared.sink[head], row, kGroup * kv_head + head, lane);
         }

@@ -369,7 +369,7 @@ impl Plan {
                 vocab: vocab as u32,
                 logits_stride: self.config.vocab_size as u32,
                 ring_lines: TOKEN_RING as u32,
-                reserved: 0,
+                ring_rows: MAX_ROWS as u32,
             }),
         }
     }

@@ -18,10 +18,10 @@ const FLINT_FULL: Shape = Shape { window: None, rope: false, ..FLINT };
 /// The small model's.
 const SMALL: Shape = Shape { n_heads: 8, n_kv_heads: 1, window: Some(65), ..FLINT };
 
-/// Around the borders of tiles (32), blocks (64), splits (128) and the window.
+/// Around the borders of tiles (16 and 32), blocks (64) and the window.
 const SHORT: [usize; 8] = [0, 1, 31, 62, 63, 64, 65, 66];
 const MIDDLE: [usize; 8] = [511, 512, 513, 514, 127, 128, 96, 33];
-/// The most splits, divided evenly and not.
+/// Many parts, divided evenly and not.
 const LONG: [usize; 3] = [8191, 4100, 2047];
 
 #[test]
@@ -47,6 +47,15 @@ fn sliding_attention() {
             check(&gpu, &mut random, Path::Fast, Shape { window: Some(window), ..SMALL }, positions);
         }
     }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
+fn as_many_rows_as_a_launch_takes() {
+    let (gpu, mut random) = (Gpu::open(), Random::fresh());
+    let positions: Vec<_> = (0..256).map(|row| row * 7919 % 1300).collect();
+    check(&gpu, &mut random, Path::Fast, Shape { window: None, rope: false, ..SMALL }, &positions);
+    check(&gpu, &mut random, Path::Fast, SMALL, &positions);
 }
 
 #[test]

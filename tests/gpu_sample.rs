@@ -9,8 +9,8 @@ use cpu_support::Random;
 use flint_rs::{
     gpu::{Buffer, Device, Function, IMAGES, Pinned},
     kernels::{
-        DECODE_SAMPLE, DecodeSampleArgs, Launch, SAMPLE_RECORD_WORDS, SAMPLE_ROW_BYTES, SAMPLE_ROWS, SampleRecord,
-        SampleStart, decode_sample_launch,
+        DECODE_SAMPLE, DecodeSampleArgs, Launch, SAMPLE_RECORD_WORDS, SAMPLE_ROW_BYTES, SampleRecord, SampleStart,
+        decode_sample_launch,
     },
     sampling::{Logprob, Sampled, Sampler, SamplingParams, TokenLogprobs},
 };
@@ -19,6 +19,8 @@ use flint_rs::{
 const CASES: usize = 300;
 const VOCAB_SIZES: [usize; 8] = [1, 31, 33, 1001, 8192, 8193, 20_011, 150_144];
 const FLINT: usize = 150_144;
+/// Rows of the sampler's memory; a step uses the first few.
+const ROWS: usize = 9;
 const STEPS: usize = 8;
 const RING_LINES: usize = 3;
 const FIRST_POSITION: u32 = 100;
@@ -78,7 +80,7 @@ impl<'a> Memory<'a> {
         let n_rows = starts.len();
         let mask_words = vocab_size.div_ceil(32);
         let stride = vocab_size + 5;
-        let mut ring = gpu.device.pinned(ring_lines * SAMPLE_ROWS * SAMPLE_RECORD_WORDS).unwrap();
+        let mut ring = gpu.device.pinned(ring_lines * ROWS * SAMPLE_RECORD_WORDS).unwrap();
         ring.as_mut_slice().fill(POISON);
         let memory = Self {
             gpu,
@@ -86,14 +88,14 @@ impl<'a> Memory<'a> {
             vocab_size,
             stride,
             logits: gpu.poisoned(n_rows * stride),
-            rows: gpu.poisoned(SAMPLE_ROWS * SAMPLE_ROW_BYTES / 4),
+            rows: gpu.poisoned(ROWS * SAMPLE_ROW_BYTES / 4),
             // What is not given forbids every token.
-            masks: gpu.device.upload(&vec![0; 4 * SAMPLE_ROWS * 2 * mask_words]).unwrap(),
-            bias: gpu.poisoned(SAMPLE_ROWS * vocab_size),
-            seen: gpu.poisoned(SAMPLE_ROWS * vocab_size),
+            masks: gpu.device.upload(&vec![0; 4 * ROWS * 2 * mask_words]).unwrap(),
+            bias: gpu.poisoned(ROWS * vocab_size),
+            seen: gpu.poisoned(ROWS * vocab_size),
             workspace: gpu.poisoned(n_rows * vocab_size),
-            tokens: gpu.poisoned(SAMPLE_ROWS),
-            positions: gpu.poisoned(SAMPLE_ROWS),
+            tokens: gpu.poisoned(ROWS),
+            positions: gpu.poisoned(ROWS),
             ring,
             ring_lines,
             uses_workspace: false,
@@ -134,7 +136,7 @@ impl<'a> Memory<'a> {
             vocab: self.vocab_size as u32,
             logits_stride: self.stride as u32,
             ring_lines: self.ring_lines as u32,
-            reserved: 0,
+            ring_rows: ROWS as u32,
         };
         (launch, args)
     }
@@ -153,7 +155,7 @@ impl<'a> Memory<'a> {
 
     /// The record of row `n` after `step`, counted from 0. The device was waited for.
     fn record(&self, step: usize, n: usize) -> [u32; SAMPLE_RECORD_WORDS] {
-        let start = (step % self.ring_lines * SAMPLE_ROWS + n) * SAMPLE_RECORD_WORDS;
+        let start = (step % self.ring_lines * ROWS + n) * SAMPLE_RECORD_WORDS;
         std::array::from_fn(|i| self.ring.get(start + i))
     }
 }
@@ -201,7 +203,7 @@ fn check(
         memory.step(step % 4 >= 2);
         let tokens = u32s(&memory.tokens.download().unwrap());
         let positions = u32s(&memory.positions.download().unwrap());
-        for n in 0..SAMPLE_ROWS {
+        for n in 0..ROWS {
             let words = memory.record(step, n);
             let Some(request) = requests.get(n) else {
                 assert_eq!((tokens[n], positions[n], words), (POISON, POISON, [POISON; _]), "unused row {n}");
@@ -332,7 +334,7 @@ fn random_requests_choose_as_on_the_cpu() {
     let (gpu, mut random) = (Gpu::open(), Random::fresh());
     for _ in 0..CASES {
         let vocab_size = one_of(&mut random, &VOCAB_SIZES);
-        let n_rows = 1 + random.below(SAMPLE_ROWS);
+        let n_rows = 1 + random.below(ROWS);
         let requests: Vec<_> = (0..n_rows).map(|_| any_request(&mut random, vocab_size)).collect();
         check(&gpu, &mut random, vocab_size, &requests, |random, _| any_logits(random, vocab_size));
     }
@@ -380,7 +382,7 @@ fn shapes_of_distributions_at_flints_size() {
 fn rows_write_the_same_records_alone_and_together() {
     let (gpu, mut random) = (Gpu::open(), Random::fresh());
     for vocab_size in [1001, FLINT] {
-        let requests: Vec<_> = (0..SAMPLE_ROWS).map(|_| any_request(&mut random, vocab_size)).collect();
+        let requests: Vec<_> = (0..ROWS).map(|_| any_request(&mut random, vocab_size)).collect();
         let logits: Vec<_> = requests.iter().map(|_| any_logits(&mut random, vocab_size)).collect();
         let starts = starts(&requests, vocab_size);
         let records = |starts: &[SampleStart], logits: &[Vec<f32>]| -> Vec<_> {
@@ -403,7 +405,7 @@ fn rows_write_the_same_records_alone_and_together() {
 fn a_graph_goes_on_where_it_stood() {
     const REPLAYS: usize = 20;
     let (gpu, mut random) = (Gpu::open(), Random::fresh());
-    let requests: Vec<_> = (0..SAMPLE_ROWS).map(|_| any_request(&mut random, FLINT)).collect();
+    let requests: Vec<_> = (0..ROWS).map(|_| any_request(&mut random, FLINT)).collect();
     let logits: Vec<_> = requests.iter().map(|_| random.normals(FLINT)).collect();
     for pdl in [false, true] {
         let memory = Memory::new(&gpu, &starts(&requests, FLINT), FLINT, 2 * REPLAYS);
@@ -450,7 +452,7 @@ fn a_choice_takes_microseconds() {
         ("top_p of all tokens", 400.0, SamplingParams { top_k: 0, ..normal.clone() }),
         ("top_k 1000 and top_p", 400.0, SamplingParams { top_k: 1000, ..normal.clone() }),
     ] {
-        for n_rows in [1, SAMPLE_ROWS] {
+        for n_rows in [1, 8] {
             let requests: Vec<_> = (0..n_rows).map(|_| Request::plain(params.clone())).collect();
             let logits: Vec<Vec<f32>> =
                 requests.iter().map(|_| random.normals(FLINT).iter().map(|x| x * 2.5).collect()).collect();

@@ -84,8 +84,9 @@ pub fn decode_attention_partial_bytes(rows: usize, n_kv_heads: usize) -> usize {
 /// own position alone. `None` without rows or KV heads, or with more than a launch can hold.
 pub fn decode_attention_launch(n_kv_heads: u32, window: Option<u32>, positions: &[u32]) -> Option<(Kernel, Launch)> {
     const GRID_LIMIT: u32 = 65_535;
-    // Each has a multiprocessor for itself, and takes parts of all rows in turn: 32 of 4 heads at one row.
-    const BLOCKS: u32 = 128;
+    // A block has a multiprocessor for itself and takes parts of all rows in turn; an H200 has this many. With several rows,
+    // a second one for each is there when the first was short.
+    const BLOCKS: u32 = 132;
     // A window's positions are shared by a cluster.
     const CLUSTER: u32 = 8;
     let rows = u32::try_from(positions.len()).ok().filter(|rows| (1..=DECODE_ATTENTION_ROWS).contains(rows))?;
@@ -96,13 +97,12 @@ pub fn decode_attention_launch(n_kv_heads: u32, window: Option<u32>, positions: 
     let seen: u64 = positions.iter().map(|p| window.map_or(seen(p), |window| seen(p).min(window.into()))).sum();
     // K and V of every position; q in and attention out.
     let bytes = u64::from(n_kv_heads) * 2 * 128 * (2 * seen + 2 * 8 * u64::from(rows));
-    Some(match window {
-        None => (DECODE_ATTENTION, Launch { grid: [BLOCKS, 1, 1], block: 256, shared_bytes: 0, bytes }),
-        Some(_) => {
-            let grid = [CLUSTER, n_kv_heads, rows];
-            (DECODE_ATTENTION_WINDOW, Launch { grid, block: 160, shared_bytes: 0, bytes })
-        }
-    })
+    let (kernel, grid, block) = if window.is_none() {
+        (DECODE_ATTENTION, [BLOCKS * rows.min(2), 1, 1], 256)
+    } else {
+        (DECODE_ATTENTION_WINDOW, [CLUSTER, n_kv_heads, rows], 160)
+    };
+    Some((kernel, Launch { grid, block, shared_bytes: 0, bytes }))
 }
 
 #[cfg(test)]
@@ -112,8 +112,9 @@ mod tests {
     #[test]
     fn launches_depend_on_the_kind_of_layer_and_the_number_of_rows() {
         let (kernel, launch) = decode_attention_launch(4, None, &[0]).unwrap();
-        assert_eq!((kernel, launch.grid, launch.block), (DECODE_ATTENTION, [128, 1, 1], 256));
+        assert_eq!((kernel, launch.grid, launch.block), (DECODE_ATTENTION, [132, 1, 1], 256));
         assert_eq!(decode_attention_launch(4, None, &[99_999]).unwrap().1.grid, launch.grid);
+        assert_eq!(decode_attention_launch(4, None, &[99_999, 0, 5]).unwrap().1.grid, [264, 1, 1]);
         let (kernel, launch) = decode_attention_launch(4, Some(513), &[0, 7, 100_000]).unwrap();
         assert_eq!((kernel, launch.grid, launch.block), (DECODE_ATTENTION_WINDOW, [8, 4, 3], 160));
         assert_eq!(decode_attention_launch(4, None, &[]), None);

@@ -15,14 +15,12 @@ use crate::{
 pub const DECODE_SAMPLE: Kernel =
     Kernel { symbol: c"decode_sample", args_bytes: size_of::<DecodeSampleArgs>(), pdl: true };
 
-/// Rows of the sampler's memory; a step uses the first B.
-pub const SAMPLE_ROWS: usize = 8;
 /// Bytes of a row's [`SampleRow`].
 pub const SAMPLE_ROW_BYTES: usize = size_of::<SampleRow>();
 /// Words of a record in the ring.
 pub const SAMPLE_RECORD_WORDS: usize = 48;
 /// The largest vocabulary.
-pub const SAMPLE_VOCAB_MOST: usize = 1 << 23;
+pub const SAMPLE_VOCAB_MOST: usize = 1 << 22;
 
 /// The argument of [`DECODE_SAMPLE`], as in `cuda/args_sample.h`. V is the vocabulary.
 #[repr(C)]
@@ -30,13 +28,13 @@ pub const SAMPLE_VOCAB_MOST: usize = 1 << 23;
 pub struct DecodeSampleArgs {
     /// `[B, logits_stride]` f32.
     pub logits: u64,
-    /// `[8]` [`SampleRow`], of which B are brought up to date.
+    /// `[B]` [`SampleRow`], brought up to date.
     pub rows: u64,
-    /// `[8, 2, ceil(V / 32)]` u32, see [`SampleStart::masks`].
+    /// `[B, 2, ceil(V / 32)]` u32, see [`SampleStart::masks`].
     pub masks: u64,
-    /// `[8, V]` f32, see [`SampleStart::bias`].
+    /// `[B, V]` f32, see [`SampleStart::bias`].
     pub bias: u64,
-    /// `[8, V]` u32, see [`SampleStart::seen`]; brought up to date.
+    /// `[B, V]` u32, see [`SampleStart::seen`]; brought up to date.
     pub seen: u64,
     /// `[B, V]` f32, or 0 when the launch has shared memory for it.
     pub workspace: u64,
@@ -44,7 +42,7 @@ pub struct DecodeSampleArgs {
     pub tokens: u64,
     /// `[B]` u32; each goes up by 1.
     pub positions: u64,
-    /// `[ring_lines, 8, 48]` u32, such as pinned host memory: a row's records by their number from 0, modulo
+    /// `[ring_lines, ring_rows, 48]` u32, such as pinned host memory: a row's records by their number from 0, modulo
     /// `ring_lines`.
     pub ring: u64,
     /// V, at most [`SAMPLE_VOCAB_MOST`].
@@ -53,8 +51,8 @@ pub struct DecodeSampleArgs {
     pub logits_stride: u32,
     /// Lines of `ring`, at least 1.
     pub ring_lines: u32,
-    /// Fills the struct.
-    pub reserved: u32,
+    /// Rows of a line of `ring`, at least B.
+    pub ring_rows: u32,
 }
 
 /// What a request asks for, and how far it is.
@@ -111,15 +109,15 @@ const LOGPROBS: u32 = 8;
 /// The launch of [`DECODE_SAMPLE`] over `rows` rows of `vocab` logits on a card of compute capability `major`.x. Without
 /// shared memory in it, the argument needs a workspace.
 pub fn decode_sample_launch(rows: usize, vocab: usize, major: i32) -> Launch {
-    // Beside the kernel's own, on cards that give a block 99 KiB.
-    const SHARED_MOST: usize = 80 << 10;
+    // Beside the kernel's own, of the 227 KiB that 9.x and 10.x give a block, and of the 99 KiB that others do.
+    let shared_most = if matches!(major, 9 | 10) { 160 << 10 } else { 60 << 10 };
     // Clusters come with 9.0.
     let blocks = if major >= 9 { 8 } else { 1 };
     let part = vocab.div_ceil(blocks) * size_of::<f32>();
     Launch {
         grid: [blocks as u32, rows as u32, 1],
-        block: 1024,
-        shared_bytes: if part <= SHARED_MOST { part as u32 } else { 0 },
+        block: 512,
+        shared_bytes: if part <= shared_most { part as u32 } else { 0 },
         bytes: (rows * vocab * size_of::<f32>()) as u64,
     }
 }
@@ -425,7 +423,7 @@ mod tests {
     #[test]
     fn shared_memory_holds_flints_vocabulary_where_there_are_clusters() {
         let launch = decode_sample_launch(8, 150_144, 9);
-        assert_eq!((launch.grid, launch.block, launch.shared_bytes), ([8, 8, 1], 1024, 75_072));
+        assert_eq!((launch.grid, launch.block, launch.shared_bytes), ([8, 8, 1], 512, 75_072));
         assert_eq!(launch.bytes, 8 * 150_144 * 4);
         assert_eq!(decode_sample_launch(1, 163_841, 12).shared_bytes, 0);
         assert_eq!(decode_sample_launch(1, 8193, 9).shared_bytes, 4100);
