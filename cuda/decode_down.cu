@@ -41,7 +41,7 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
         routing.clear();
         __syncthreads();
     }
-    if (warp < NB) route<NB>(routing, args.scores, warp, rows, 1, [](int, int) {});
+    if (warp < NB) route<NB>(routing, args.scores, warp, rows, 1, [](int) {});
     __syncthreads();
     const int n_list = NB == 1 ? kChosen : routing.n_list, n_tiles = n_list + kSharedTiles;
     auto tile_at = [&](int i) {

@@ -74,9 +74,8 @@ __device__ __forceinline__ void decode_experts_up(const DecodeExpertsUpArgs& arg
     pdl_wait();
 
     if (chooser >= 0 && chooser < NB) {
-        route<NB>(routing, args.scores, chooser, rows, kAmongChoosers, [&](int k, int expert) {
+        route<NB>(routing, args.scores, chooser, rows, kAmongChoosers, [&](int k) {
             if (NB > 1 || k % 2 != first / kStrips % 2) return;
-            if (lane == 0) routing.list[k] = expert;
             named_arrive(kChosenFor + k / 2, 32 + kGroupThreads);
         });
     } else {

@@ -94,21 +94,23 @@ __device__ __forceinline__ Choice choose_experts(const float* scores, int lane, 
 }
 
 // One warp a row, NB in all, call it; barrier `barrier` is theirs. The list of all choices is there once they have all
-// returned.
+// returned; of one row, entry k once known(k) is called.
 template <int NB, typename Known>
 __device__ __forceinline__ void route(Routing<NB>& routing, const float* scores, int row, int rows, int barrier,
                                       Known known) {
     const int lane = threadIdx.x % 32;
     Choice choice = {};
     const bool chose = row < rows && lane < kChosen;
-    if (row < rows) choice = choose_experts(scores + row * kExperts, lane, known);
+    if (row < rows) {
+        choice = choose_experts(scores + row * kExperts, lane, [&](int k, int expert) {
+            if (NB == 1 && lane == 0) routing.list[k] = expert;
+            known(k);
+        });
+    }
     const int expert = choice.expert, word = expert / 32;
     if (chose) routing.weights[row][choice.slot] = choice.weight;
     if constexpr (NB == 1) {
-        if (chose) {
-            routing.list[lane] = expert;
-            routing.slots[lane][0] = int8_t(choice.slot);
-        }
+        if (chose) routing.slots[lane][0] = int8_t(choice.slot);
     } else {
         if (chose) atomicOr(&routing.masks[word], 1u << (expert % 32));
         asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(NB * 32) : "memory");
