@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(kRouteRows * 32)
         LaneScores scores(args.logits + size_t(row) * kExperts, lane);
 #pragma unroll
         for (float& score : scores.values) score = sigmoid(score);
-        const Choice choice = choose_experts(scores, lane);
+        const Choice choice = choose_experts(scores, lane, [](int, int) {});
         if (lane < kChosen) {
             args.experts[row * kChosen + choice.slot] = choice.expert;
             args.weights[row * kChosen + choice.slot] = choice.weight;
