@@ -7,8 +7,8 @@
 //      act [B, 6, 512] bf16 by slot; act_shared [B, 1024] bf16
 // out  delta [B, 2048] bf16
 //
-// launch   grid 128: a block owns 16 outputs; 8 warps take its tiles in turn, one of each listed expert, then the
-//          shared two. A warp stages the inputs of its own tiles
+// launch   grid 128: a block owns 16 outputs; 8 warps, from 4 rows on 12, take its tiles in turn, one of each listed
+//          expert, then the shared two. A warp stages the inputs of its own tiles
 // bound    memory: (distinct experts + 2) * 128 tiles; at one row the latency of the chain
 // PDL      the experts are chosen, and the first tiles requested, before the wait: the scores are older than the kernel
 //          that this one waits for
@@ -21,11 +21,14 @@ constexpr int kWidth = 512;
 constexpr int kSharedWidth = 1024;
 constexpr int kSharedTiles = kSharedWidth / kTileK;
 constexpr int kStrips = kHidden / kTileRows;
-constexpr int kWarps = 8;
 constexpr int kParts = kChosen + kSharedTiles;  // sums of one output: slots, then tiles of the shared expert
+
+// One row has 8 tiles.
+__host__ __device__ constexpr int warps_of(int rows) { return rows < 4 ? 8 : 12; }
 
 template <typename Tile, int NB>
 __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
+    constexpr int kWarps = warps_of(NB);
     extern __shared__ __align__(16) uint8_t shared[];
     uint8_t* x_experts = shared;                                                     // [NB * 6] rows of 512
     uint8_t* x_shared = x_experts + NB * kChosen * x_stride(kWidth);                 // [NB] rows of 1024
@@ -95,7 +98,6 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
         Accumulator sum;
         sum.clear();
         const bool more = i + kWarps < n_tiles;
-        const float next_scale = more ? scale_of(i + kWarps) : 1.0f;
         multiply_tile(tile, sum, reinterpret_cast<const uint4*>(x + 32 * t), tile_at(i),
                       more ? tile_at(i + kWarps) : nullptr, lane);
 #pragma unroll
@@ -109,7 +111,7 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
             to[g] = routed ? round_bf16(low) : low;
             to[g + 8] = routed ? round_bf16(high) : high;
         }
-        scale = next_scale;
+        if (more) scale = scale_of(i + kWarps);
     }
     __syncthreads();
 
@@ -131,7 +133,7 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
 
 // The bound leaves room for a block of the kernel before or after, as far as BF16 tiles allow.
 #define DECODE_DOWN(FORMAT, TILE, NB, BESIDE)                                      \
-    extern "C" __global__ void __launch_bounds__(kWarps * 32 + BESIDE)             \
+    extern "C" __global__ void __launch_bounds__(warps_of(NB) * 32 + BESIDE)       \
         decode_down_##FORMAT##_##NB(const __grid_constant__ DecodeDownArgs args) { \
         decode_down<TILE, NB>(args);                                               \
     }
@@ -142,5 +144,5 @@ DECODE_DOWN(nvfp4, Nvfp4Tile, 4, 384)
 DECODE_DOWN(nvfp4, Nvfp4Tile, 8, 384)
 DECODE_DOWN(bf16, Bf16Tile, 1, 384)
 DECODE_DOWN(bf16, Bf16Tile, 2, 256)
-DECODE_DOWN(bf16, Bf16Tile, 4, 256)
-DECODE_DOWN(bf16, Bf16Tile, 8, 256)
+DECODE_DOWN(bf16, Bf16Tile, 4, 128)
+DECODE_DOWN(bf16, Bf16Tile, 8, 128)

@@ -47,15 +47,21 @@ __device__ __forceinline__ void decode_experts_up(const DecodeExpertsUpArgs& arg
     Tile tile;
     float2 scales = {};
     auto tile_at = [&](int unit) {
-        const size_t strip = size_t(routing.list[unit / kStrips]) * kStrips + unit % kStrips;
-        const uint8_t* first = unit == kShared ? args.shared_gate_up + size_t(blockIdx.x * kSplit) * Tile::kBytes
-                                               : args.gate_up + strip * kSplit * Tile::kBytes;
-        return first + split * Tile::kBytes;
+        const uint8_t* strip = args.shared_gate_up + size_t(blockIdx.x) * kSplit * Tile::kBytes;
+        if (unit != kShared) {
+            strip = args.gate_up +
+                    (size_t(routing.list[unit / kStrips]) * kStrips + unit % kStrips) * kSplit * Tile::kBytes;
+        }
+        return strip + split * Tile::kBytes;
+    };
+    auto request_scales = [&](int unit) {
+        const float2* from = args.shared_scales + blockIdx.x;
+        if (unit != kShared) from = args.scales + routing.list[unit / kStrips];
+        scales = load_scales(from);
     };
     auto request = [&](int unit) {
         load_tile(tile, tile_at(unit), lane);
-        scales =
-            load_scales(unit == kShared ? args.shared_scales + blockIdx.x : args.scales + routing.list[unit / kStrips]);
+        request_scales(unit);
     };
     int unit = last ? kShared : first;
     if (last) request(kShared);
@@ -82,10 +88,6 @@ __device__ __forceinline__ void decode_experts_up(const DecodeExpertsUpArgs& arg
     pdl_launch();
     for (int parity = 0;; parity ^= 1) {
         const bool more = NB > 1 && unit != kShared && unit + kStep < units();
-        float2 next_scales = {};
-        if (more) {
-            next_scales = load_scales(args.scales + routing.list[(unit + kStep) / kStrips]);
-        }
         Accumulator sum;
         sum.clear();
         multiply_tile(tile, sum, lane_inputs<NB>(shared, kHidden, split, lane), tile_at(unit),
@@ -116,25 +118,26 @@ __device__ __forceinline__ void decode_experts_up(const DecodeExpertsUpArgs& arg
         } else {
             if (!more) return;
             unit += kStep;
-            scales = next_scales;
+            request_scales(unit);
         }
     }
 }
 
 }  // namespace
 
-// The bound leaves room for a block of decode_down, which chooses and requests its weights meanwhile.
-#define DECODE_EXPERTS_UP(FORMAT, TILE, NB, BESIDE)                                           \
-    extern "C" __global__ void __launch_bounds__(threads_of(NB) + BESIDE)                     \
+// Registers that leave room for a block of decode_down, which chooses and requests its weights meanwhile. BF16 tiles leave
+// none.
+#define DECODE_EXPERTS_UP(FORMAT, TILE, NB, REGISTERS)                                        \
+    extern "C" __global__ void __maxnreg__(REGISTERS)                                         \
         decode_experts_up_##FORMAT##_##NB(const __grid_constant__ DecodeExpertsUpArgs args) { \
         decode_experts_up<TILE, NB>(args);                                                    \
     }
 
-DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 1, 256)
-DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 2, 256)
-DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 4, 256)
-DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 8, 256)
-DECODE_EXPERTS_UP(bf16, Bf16Tile, 1, 0)
-DECODE_EXPERTS_UP(bf16, Bf16Tile, 2, 0)
-DECODE_EXPERTS_UP(bf16, Bf16Tile, 4, 0)
-DECODE_EXPERTS_UP(bf16, Bf16Tile, 8, 0)
+DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 1, 72)
+DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 2, 96)
+DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 4, 88)
+DECODE_EXPERTS_UP(nvfp4, Nvfp4Tile, 8, 88)
+DECODE_EXPERTS_UP(bf16, Bf16Tile, 1, 128)
+DECODE_EXPERTS_UP(bf16, Bf16Tile, 2, 168)
+DECODE_EXPERTS_UP(bf16, Bf16Tile, 4, 168)
+DECODE_EXPERTS_UP(bf16, Bf16Tile, 8, 168)

@@ -309,9 +309,10 @@ pub fn decode_experts_up_launch(format: TileFormat, rows: usize, distinct: usize
 pub fn decode_down_launch(format: TileFormat, rows: usize, distinct: usize) -> Launch {
     let columns = ROWS[variant(rows)];
     let x = columns * CHOSEN * x_stride(EXPERT_WIDTH) + columns * x_stride(SHARED_WIDTH);
+    let warps = if columns < 4 { 8 } else { 12 };
     Launch {
         grid: [128, 1, 1],
-        block: 8 * 32,
+        block: warps * 32,
         shared_bytes: (x + 4 * columns * 8 * TILE_ROWS + routing_bytes(columns)) as u32,
         bytes: ((distinct + 2) * 128 * format.tile_bytes() + rows * (CHOSEN * EXPERT_WIDTH + SHARED_WIDTH + HIDDEN) * 2)
             as u64,
