@@ -41,14 +41,14 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
         routing.clear();
         __syncthreads();
     }
-    if (warp < NB) route<NB>(routing, args.scores, rows, 1);
+    if (warp < NB) route<NB>(routing, args.scores, warp, rows, 1, [](int) {});
     __syncthreads();
     const int n_list = NB == 1 ? kChosen : routing.n_list, n_tiles = n_list + kSharedTiles;
     auto tile_at = [&](int i) {
         return i < n_list ? args.down + (size_t(routing.list[i]) * kStrips + strip) * Tile::kBytes
                           : args.shared_down + (size_t(strip) * kSharedTiles + i - n_list) * Tile::kBytes;
     };
-    auto slot_of = [&](int i, int row) { return NB == 1 ? i : int(routing.slots[i][row]); };
+    auto slot_of = [&](int i, int row) { return int(routing.slots[i][row]); };
     // The shared expert's parts are added before its scale comes in.
     auto scale_of = [&](int i) {
         return i < n_list ? load_scale(args.scales + routing.list[i]) * Tile::kWeightScale : 1.0f;

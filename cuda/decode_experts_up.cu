@@ -11,8 +11,8 @@
 //          shared expert first; then the groups take (listed expert, strip) pairs in turn. An expert that several rows
 //          chose is read once
 // bound    memory: distinct experts * 64 * 4 tiles; at one row the latency: ids are known only after the wait
-// PDL      the shared expert's strip is requested before the wait, and multiplied while the first NB warps choose the
-//          experts and their weights come in
+// PDL      the shared expert's strip is requested before the wait, and multiplied while the others' weights come in. At
+//          one row a group requests its expert as soon as that is chosen, not when all are
 #include "gemv.cuh"
 #include "routing.cuh"
 
@@ -25,7 +25,7 @@ constexpr int kBlocks = kSharedWidth / 8;
 constexpr int kSplit = 4;
 constexpr int kShared = -1;  // the unit of work that is a strip of the shared expert
 // Named barriers; those from 1 on are the groups'.
-constexpr int kInputsReady = 5, kAmongChoosers = 6, kChoiceReady = 7, kChoiceForLast = 8;
+constexpr int kAmongChoosers = 5, kChosenFor = 6;
 
 // One row has 384 pairs, which are three groups' one pair each: the shared expert takes a fourth.
 __host__ __device__ constexpr int groups_of(int rows) { return rows == 1 ? 4 : 3; }
@@ -42,6 +42,10 @@ __device__ __forceinline__ void decode_experts_up(const DecodeExpertsUpArgs& arg
     const int group = warp / kSplit, split = warp % kSplit;
     const bool last = group == kGroups - 1;
     const int rows = args.rows, first = blockIdx.x + kBlocks * group;
+    // Warps that choose for a row each, and those that stage x. At one row the choice is the last group's, which has
+    // time: its weights are there.
+    const int chooser = warp - (NB == 1 ? kWarps - kSplit : 0), stager = threadIdx.x - (NB == 1 ? 0 : 8 * 32);
+    constexpr int kStagers = NB == 1 ? 8 * 32 : kThreads - 8 * 32;
     auto units = [&] { return (NB == 1 ? kChosen : routing.n_list) * kStrips; };
 
     Tile tile;
@@ -69,29 +73,30 @@ __device__ __forceinline__ void decode_experts_up(const DecodeExpertsUpArgs& arg
     __syncthreads();
     pdl_wait();
 
-    if (warp < NB) {
-        named_arrive(kInputsReady, kThreads);
-        route<NB>(routing, args.scores, rows, kAmongChoosers);
+    if (chooser >= 0 && chooser < NB) {
+        route<NB>(routing, args.scores, chooser, rows, kAmongChoosers, [&](int k) {
+            if (NB > 1 || k % 2 != first / kStrips % 2) return;
+            named_arrive(kChosenFor + k / 2, 32 + kGroupThreads);
+        });
     } else {
-        if (warp >= 8) stage_x<NB, kHidden, kThreads - 8 * 32>(shared, args.x, rows, threadIdx.x - 8 * 32);
-        named_sync(kInputsReady, kThreads);
+        if (stager >= 0 && stager < kStagers) stage_x<NB, kHidden, kStagers>(shared, args.x, rows, stager);
+        if (NB == 1 && !last) {
+            named_sync(kChosenFor + group, 32 + kGroupThreads);
+            request(unit);
+        }
     }
-    if (last) {
-        named_arrive(kChoiceReady, kThreads);  // its part of the inputs is there
-    } else {
-        named_sync(kChoiceReady, kThreads);
-        if (NB > 1) named_arrive(kChoiceForLast, kThreads);
-        if (unit >= units()) return;
-        request(unit);
-    }
+    __syncthreads();
+    if (NB > 1 && !last && unit < units()) request(unit);
     // Only now: the requests that decode_down makes before its wait would be in front of these.
     pdl_launch();
-    for (int parity = 0;; parity ^= 1) {
-        const bool more = NB > 1 && unit != kShared && unit + kStep < units();
+
+    for (int parity = 0; unit < units(); parity ^= 1) {
+        const int following = unit == kShared ? first : unit + kStep;
+        const bool more = NB > 1 && following < units();
         Accumulator sum;
         sum.clear();
         multiply_tile(tile, sum, lane_inputs<NB>(shared, kHidden, split, lane), tile_at(unit),
-                      more ? tile_at(unit + kStep) : nullptr, lane);
+                      more ? tile_at(following) : nullptr, lane);
         // Two sets of sums in turn: a warp that is a strip ahead does not overwrite what the others still read.
         float* mine = sums + (parity * kWarps + group * kSplit) * 16 * NB;
         put_sums<NB>(mine + split * 16 * NB, sum, lane);
@@ -103,30 +108,22 @@ __device__ __forceinline__ void decode_experts_up(const DecodeExpertsUpArgs& arg
                 if (column >= rows) break;
                 to = args.act_shared + column * kSharedWidth + blockIdx.x * 8;
             } else {
-                const int slot = NB == 1 ? entry : routing.slots[entry][column];
+                const int slot = routing.slots[entry][column];
                 if (slot < 0) continue;
                 to = args.act + (column * kChosen + slot) * kWidth + unit % kStrips * 8;
             }
             to[row] = swiglu<Tile, NB, kSplit>(mine, row, column, scales);
         }
-        if (NB == 1) return;  // 6 experts are what the first groups have
-        if (unit == kShared) {
-            named_sync(kChoiceForLast, kThreads);
-            unit = first;
-            if (unit >= units()) return;
-            request(unit);
-        } else {
-            if (!more) return;
-            unit += kStep;
-            request_scales(unit);
-        }
+        if (!more) break;
+        unit = following;
+        request_scales(unit);
     }
 }
 
 }  // namespace
 
-// Registers that leave room for a block of decode_down, which chooses and requests its weights meanwhile. BF16 tiles leave
-// none.
+// Registers that leave room for a block of decode_down, which chooses and requests its weights meanwhile. BF16 tiles
+// leave none.
 #define DECODE_EXPERTS_UP(FORMAT, TILE, NB, REGISTERS)                                        \
     extern "C" __global__ void __maxnreg__(REGISTERS)                                         \
         decode_experts_up_##FORMAT##_##NB(const __grid_constant__ DecodeExpertsUpArgs args) { \

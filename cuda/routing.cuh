@@ -12,7 +12,7 @@ template <int NB>
 struct Routing {
     float weights[NB][kChosen];      // of slot s of a row, its s-th chosen expert by index; they add up to 1
     uint32_t masks[8];               // bit e % 32 of word e / 32: some row chose expert e
-    int list[NB * kChosen];          // the experts that some row chose, ascending
+    int list[NB * kChosen];          // the experts that some row chose, ascending; of one row, by falling score
     int8_t slots[NB * kChosen][NB];  // of list entry i: the slot of row n that chose it, or -1
     int n_list;
 
@@ -39,8 +39,10 @@ struct Choice {
 };
 
 // One warp chooses for one row: the 6 largest scores (ties: lowest index), put in ascending order of the index, in
-// which the experts' outputs are added. Scores are sigmoids, so from 0 to 1. Lanes below 6 hold a choice each.
-__device__ __forceinline__ Choice choose_experts(const float* scores, int lane) {
+// which the experts' outputs are added. Scores are sigmoids, so from 0 to 1. Lane k holds the choice with the k-th
+// largest, and all lanes call known(k, expert) as soon as it is made.
+template <typename Known>
+__device__ __forceinline__ Choice choose_experts(const float* scores, int lane, Known known) {
     // Lane L looks after experts 8 L .. 8 L + 7, as two lists of four in falling order. The bits of a score order as it
     // does and are at most 0x3F800000: one more, which tells it from an empty place, times four leaves two bits that
     // make a list's keys distinct, the lower index first.
@@ -71,6 +73,7 @@ __device__ __forceinline__ Choice choose_experts(const float* scores, int lane) 
         const bool first = heads[0] == best, mine = best == most && (equal & lower_lanes) == 0;
         const int own = 8 * lane + (first ? 3 - keys[0][0] % 4 : 7 - keys[1][0] % 4);
         const int chosen = __shfl_sync(~0u, own, __ffs(equal) - 1);
+        known(k, chosen);
         const float value = __uint_as_float(most / 4 - 1);
         sum += value;
         if (lane == k) {
@@ -90,18 +93,24 @@ __device__ __forceinline__ Choice choose_experts(const float* scores, int lane) 
     return {expert, score / sum, slot};
 }
 
-// Warp `row` of the first NB warps, which call it, chooses for row `row`; barrier `barrier` is theirs. The list of all
-// choices is there once they have all returned.
-template <int NB>
-__device__ __forceinline__ void route(Routing<NB>& routing, const float* scores, int rows, int barrier) {
-    const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
+// One warp a row, NB in all, call it; barrier `barrier` is theirs. The list of all choices is there once they have all
+// returned; of one row, entry k once known(k) is called.
+template <int NB, typename Known>
+__device__ __forceinline__ void route(Routing<NB>& routing, const float* scores, int row, int rows, int barrier,
+                                      Known known) {
+    const int lane = threadIdx.x % 32;
     Choice choice = {};
     const bool chose = row < rows && lane < kChosen;
-    if (row < rows) choice = choose_experts(scores + row * kExperts, lane);
+    if (row < rows) {
+        choice = choose_experts(scores + row * kExperts, lane, [&](int k, int expert) {
+            if (NB == 1 && lane == 0) routing.list[k] = expert;
+            known(k);
+        });
+    }
     const int expert = choice.expert, word = expert / 32;
     if (chose) routing.weights[row][choice.slot] = choice.weight;
     if constexpr (NB == 1) {
-        if (chose) routing.list[choice.slot] = expert;
+        if (chose) routing.slots[lane][0] = int8_t(choice.slot);
     } else {
         if (chose) atomicOr(&routing.masks[word], 1u << (expert % 32));
         asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(NB * 32) : "memory");
@@ -116,6 +125,6 @@ __device__ __forceinline__ void route(Routing<NB>& routing, const float* scores,
             routing.list[before] = expert;  // by every row that chose it
             routing.slots[before][row] = int8_t(choice.slot);
         }
-        if (threadIdx.x == 0) routing.n_list = all;
+        if (row == 0 && lane == 0) routing.n_list = all;
     }
 }
