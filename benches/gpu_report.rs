@@ -22,7 +22,7 @@ mod prefill;
 #[cfg(feature = "cuda")]
 mod report {
     use std::{
-        collections::BTreeMap,
+        collections::{BTreeMap, BTreeSet},
         error::Error,
         fs::File,
         io::{Write, stdout},
@@ -203,6 +203,7 @@ mod report {
             table.row(context, batch, name, "all", totals.kernels, us, totals.bytes)?;
         }
         kernels(model, table, context, &positions)?;
+        in_step(model, table, context, &positions)?;
         decode(model, table, context, &rows)?;
         for id in ids {
             model.remove_sequence(id);
@@ -228,6 +229,23 @@ mod report {
             let us = time(model.device(), &calls)? / n as f64;
             let kernel = steps[0].kernel.symbol.to_string_lossy();
             table.row(context, positions.len(), "kernel", &kernel, n, us, Totals::of(&steps).bytes / n as u64)?;
+        }
+        Ok(())
+    }
+
+    /// Microseconds that one kernel of each kind adds to the step: the whole without those of its kind is so much shorter. What
+    /// they would have computed stands in the buffers from before.
+    fn in_step(model: &GpuModel, table: &mut Table, context: usize, positions: &[u32]) -> Result<()> {
+        let calls = model.calls(positions, Ending::Logits)?;
+        let all = time(model.device(), &calls.iter().map(|(_, call)| call.clone()).collect::<Vec<_>>())?;
+        let kind = |step: &Step| (step.operation, step.launch.grid[0]);
+        let kinds: BTreeSet<_> = calls.iter().map(|(step, _)| kind(step)).collect();
+        for removed in kinds {
+            let (with, without): (Vec<_>, Vec<_>) = calls.iter().partition(|(step, _)| kind(step) == removed);
+            let rest = time(model.device(), &without.iter().map(|(_, call)| call.clone()).collect::<Vec<_>>())?;
+            let (n, bytes) = (with.len(), with.iter().map(|(step, _)| step.launch.bytes).sum::<u64>());
+            let kernel = with[0].0.kernel.symbol.to_string_lossy();
+            table.row(context, positions.len(), "in_step", &kernel, n, (all - rest) / n as f64, bytes / n as u64)?;
         }
         Ok(())
     }

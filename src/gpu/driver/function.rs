@@ -157,6 +157,7 @@ impl Function {
 }
 
 /// A kernel with its geometry and its argument.
+#[derive(Clone)]
 pub struct Call {
     function: Function,
     launch: Launch,
