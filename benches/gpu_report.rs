@@ -43,9 +43,10 @@ mod report {
 
     /// What an H200 was measured to read, in bytes a second.
     pub(crate) const CEILING: f64 = 4.55e12;
-    /// Replays that are timed together, and how often.
+    /// Replays that are timed together, at most and for how long about, and how often.
     const REPLAYS: usize = 20;
-    const SAMPLES: usize = 11;
+    const SAMPLE_US: f64 = 8000.0;
+    const SAMPLES: usize = 9;
     /// Steps of the decode loop before and while it is timed, in each of its two manners. They need room behind the context.
     const WARM_UP: usize = 16;
     const TOKENS: usize = 128;
@@ -254,19 +255,19 @@ mod report {
     fn time(device: &Device, calls: &[Call]) -> Result<f64> {
         let graph = device.graph(calls, true)?;
         let (start, end) = (device.event(true)?, device.event(true)?);
-        let mut samples = Vec::new();
-        for sample in 0..=SAMPLES {
+        let sample = |replays: usize| -> Result<f64> {
             start.record()?;
-            for _ in 0..REPLAYS {
+            for _ in 0..replays {
                 graph.launch()?;
             }
             end.record()?;
             end.wait("a timed graph")?;
-            // The first warms up.
-            if sample > 0 {
-                samples.push(end.elapsed_us(&start)? / REPLAYS as f64);
-            }
-        }
+            Ok(end.elapsed_us(&start)? / replays as f64)
+        };
+        // The first warms up, and says how long one takes.
+        sample(1)?;
+        let replays = ((SAMPLE_US / sample(1)?) as usize).clamp(1, REPLAYS);
+        let mut samples = (0..SAMPLES).map(|_| sample(replays)).collect::<Result<Vec<_>>>()?;
         samples.sort_by(f64::total_cmp);
         Ok(samples[samples.len() / 2])
     }
