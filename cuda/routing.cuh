@@ -39,21 +39,19 @@ struct Choice {
 };
 
 // One warp chooses for one row: the 6 largest scores (ties: lowest index), put in ascending order of the index, in
-// which the experts' outputs are added. Scores are sigmoids, so from 0 to 1. Lane k holds the choice with the k-th
-// largest, and all lanes call known(k, expert) as soon as it is made.
+// which the experts' outputs are added. Scores are sigmoids, so from 0 to 1; lane L has those of experts 8 L .. 8 L
+// + 7. Lane k gets the choice with the k-th largest, and all lanes call known(k, expert) as soon as it is made.
 template <typename Known>
-__device__ __forceinline__ Choice choose_experts(const float* scores, int lane, Known known) {
-    // Lane L looks after experts 8 L .. 8 L + 7, as two lists of four in falling order. The bits of a score order as it
-    // does and are at most 0x3F800000: one more, which tells it from an empty place, times four leaves two bits that
-    // make a list's keys distinct, the lower index first.
+__device__ __forceinline__ Choice choose_experts(const float (&scores)[8], int lane, Known known) {
+    // Two lists of four in falling order. The bits of a score order as it does and are at most 0x3F800000: one more,
+    // which tells it from an empty place, times four leaves two bits that make a list's keys distinct, the lower index
+    // first.
     uint32_t keys[2][4];
 #pragma unroll
     for (int list = 0; list < 2; ++list) {
-        const float4 four = __ldcg(reinterpret_cast<const float4*>(scores) + 2 * lane + list);
-        const float score[4] = {four.x, four.y, four.z, four.w};
         uint32_t (&k)[4] = keys[list];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) k[i] = (__float_as_uint(score[i]) + 1) * 4 + (3 - i);
+        for (int i = 0; i < 4; ++i) k[i] = (__float_as_uint(scores[4 * list + i]) + 1) * 4 + (3 - i);
         order(k[0], k[1]);
         order(k[2], k[3]);
         order(k[0], k[2]);
@@ -102,7 +100,10 @@ __device__ __forceinline__ void route(Routing<NB>& routing, const float* scores,
     Choice choice = {};
     const bool chose = row < rows && lane < kChosen;
     if (row < rows) {
-        choice = choose_experts(scores + row * kExperts, lane, [&](int k, int expert) {
+        const float4* from = reinterpret_cast<const float4*>(scores + row * kExperts) + 2 * lane;
+        const float4 low = __ldcg(from), high = __ldcg(from + 1);
+        const float own[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        choice = choose_experts(own, lane, [&](int k, int expert) {
             if (NB == 1 && lane == 0) routing.list[k] = expert;
             known(k);
         });
