@@ -68,7 +68,9 @@ fn read(model: &mut GpuModel, prompts: &[Vec<u32>]) -> Vec<SequenceId> {
 }
 
 fn remove(model: &mut GpuModel, ids: Vec<SequenceId>) {
-    ids.into_iter().for_each(|id| model.remove_sequence(id));
+    for id in ids {
+        model.remove_sequence(id);
+    }
 }
 
 /// The last steps of `prompts` together; each one's logits, `[STEPS, V]`. Rows change places from step to step.
@@ -111,7 +113,7 @@ fn a_row_among_many_says_what_it_says_alone() {
         println!("{dtype}: KL {mean:.2e}, at most {worst:.2e} in row {row}");
         assert!(mean <= KL_BETWEEN_RUNS, "{dtype}: {mean}");
         // Of a few tokens, not a mean over many.
-        assert!(worst <= 10.0 * KL_BETWEEN_RUNS, "{dtype}, row {row}: {worst}");
+        assert!(worst <= 20.0 * KL_BETWEEN_RUNS, "{dtype}, row {row}: {worst}");
     }
 }
 

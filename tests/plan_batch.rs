@@ -99,23 +99,23 @@ fn the_number_of_rows_alone_makes_a_step() {
     }
 }
 
-/// What a launch reads and what it writes, as far as a step hands it on: name, address and bytes of each.
-fn hand_over(args: &Args, rows: u64) -> (Vec<(u64, u64)>, Vec<(u64, u64)>) {
+/// What a launch reads and what it writes, as far as a step hands it on: address and bytes of each.
+fn hand_over(args: &Args, rows: u64) -> [Vec<(u64, u64)>; 2] {
     let row = |width: u64| rows * width * 2;
     match args {
-        Args::DecodeEmbed(a) => (vec![], vec![(a.delta, row(2048)), (a.residual, row(2048)), (a.rope, rows * 512)]),
+        Args::DecodeEmbed(a) => [vec![], vec![(a.delta, row(2048)), (a.residual, row(2048)), (a.rope, rows * 512)]],
         Args::PrefillNorm(a) => {
             let residual = (a.residual, row(2048));
-            (vec![(a.delta, row(2048)), residual], vec![residual, (a.normed, u64::from(a.panel_rows) * 4096)])
+            [vec![(a.delta, row(2048)), residual], vec![residual, (a.normed, u64::from(a.panel_rows) * 4096)]]
         }
         Args::DecodeAttention(a) => {
             assert!(a.panel_rows.is_multiple_of(8) && u64::from(a.panel_rows) >= rows && u64::from(a.rows) == rows);
             let rope = (a.rope != 0).then_some((a.rope, rows * 512));
             let reads = [Some((a.qkv, row(5120))), rope].into_iter().flatten().collect();
-            (reads, vec![(a.attn, u64::from(a.panel_rows) * 8192)])
+            [reads, vec![(a.attn, u64::from(a.panel_rows) * 8192)]]
         }
-        Args::PrefillCombine(a) => (vec![], vec![(a.delta, row(2048))]),
-        _ => (vec![], vec![]),
+        Args::PrefillCombine(a) => [vec![], vec![(a.delta, row(2048))]],
+        _ => [vec![], vec![]],
     }
 }
 
@@ -126,7 +126,7 @@ fn every_kernel_finds_what_the_one_before_left() {
     for rows in [9, 64, 255, 256] {
         let mut written = Vec::new();
         for step in steps(&plan, rows, Ending::Token) {
-            let (reads, writes) = hand_over(&step.args, rows as u64);
+            let [reads, writes] = hand_over(&step.args, rows as u64);
             let mut reads: Vec<u64> = reads.iter().map(|read| read.0).collect();
             match &step.args {
                 Args::PrefillLinear(args) => {
@@ -178,7 +178,7 @@ fn what_rows_hold_does_not_meet() {
             ("workspace", b.sample_workspace, 256 * 4 * 150_000),
         ];
         for step in plan.steps(&Bases::default(), &[0; 256], Ending::Nothing).iter().take(5) {
-            for (address, bytes) in hand_over(&step.args, 256).1 {
+            for (address, bytes) in hand_over(&step.args, 256)[1].clone() {
                 regions.push((step.kernel.symbol.to_str().unwrap(), address, bytes));
             }
         }

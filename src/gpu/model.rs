@@ -15,7 +15,7 @@ use crate::{
     config::{Attention, FlintConfig},
     cpu::Rope,
     error::{Error, Result},
-    kernels::{Args, SAMPLE_RECORD_WORDS, SAMPLE_ROW_BYTES, SampleRecord, SampleStart},
+    kernels::{Args, SAMPLE_RECORD_WORDS, SampleRecord, SampleStart},
     kv::{KvBlocks, SequenceBlocks},
     plan::{Bases, Card, Ending, Limits, Plan, Step, TOKEN_RING},
 };
@@ -209,6 +209,9 @@ impl GpuModel {
         let tokens: Vec<_> = rows.iter().map(|&(id, token, _)| (id, token)).collect();
         let ids: Vec<_> = rows.iter().map(|&(id, ..)| id).collect();
         self.check_tokens(&tokens)?;
+        // All at once: each copy is waited for.
+        let parameters: Vec<u8> = rows.iter().flat_map(|(.., start)| start.row.bytes()).collect();
+        self.buffers.write(self.plan.buffers().sample_rows as usize, &parameters)?;
         for (row, (.., start)) in rows.iter().enumerate() {
             self.write_sampler(row, start)?;
         }
@@ -315,6 +318,7 @@ impl GpuModel {
         }
     }
 
+    /// What a request has beside its parameters.
     fn write_sampler(&self, row: usize, start: &SampleStart) -> Result<()> {
         let (b, vocab) = (self.plan.buffers(), self.plan.limits().vocab_tokens);
         let write = |base: u64, values: &[u8], len: usize| {
@@ -325,7 +329,6 @@ impl GpuModel {
             self.buffers.write(base as usize + row * len, values)
         };
         let bytes = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
-        write(b.sample_rows, &start.row.bytes(), SAMPLE_ROW_BYTES)?;
         if let Some(masks) = &start.masks {
             write(b.sample_masks, &bytes(masks), 2 * vocab.div_ceil(32) * 4)?;
         }

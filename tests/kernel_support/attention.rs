@@ -223,7 +223,7 @@ fn in_panels(rows: &[u8], cols: usize, panel_rows: usize) -> Vec<u8> {
         let (row, column) = (i / cols, i % cols);
         let pair = column % 64 / 2;
         // 16-byte part p has pairs p, p + 8, p + 16, p + 24, and lies at p ^ (row % 8).
-        let (part, place) = (pair % 8 ^ row % 8, 2 * (pair / 8) + column % 2);
+        let (part, place) = ((pair % 8) ^ (row % 8), 2 * (pair / 8) + column % 2);
         let at = 2 * ((column / 64 * panel_rows + row) * 64 + 8 * part + place);
         panels[at..at + 2].copy_from_slice(value);
     }
