@@ -10,7 +10,7 @@
 //
 // in       qkv [B, 10 G, 128] bf16, positions [B], blocks [B, context / 64], norms, rope, sinks: see args_attention.h
 // in, out  kv    per block and layer: K [G, 64 positions, 128], V [G, 128, 64 positions], bf16
-// out      attn  [B, 8 G, 128] bf16
+// out      attn  [B, 8 G, 128] bf16, with panel_rows in panels of panel.cuh
 // p is rounded to bf16 for the product with v, relative to the maximum that its warp has seen; all else is fp32.
 //
 // launch   decode_attention: any grid of 256 threads. The positions of a row and KV head are divided into up to
@@ -37,6 +37,7 @@
 #include "common.cuh"
 #include "fragment.cuh"
 #include "math.cuh"
+#include "panel.cuh"
 #include "rope.cuh"
 
 namespace {
@@ -386,10 +387,14 @@ __device__ __forceinline__ void store_attn(const DecodeAttentionArgs& args, cons
     const float top = fmaxf(x.max, sink);
     const float share = exp2_fast(x.max - top);
     const float scale = share / (x.sum * share + exp2_fast(sink - top));
-    __nv_bfloat16* to =
-        static_cast<__nv_bfloat16*>(args.attn) + (uint64_t(row) * kGroup * args.kv_heads + head) * kHeadDim + 4 * lane;
-    *reinterpret_cast<uint2*>(to) =
-        make_uint2(pack(x.out.x * scale, x.out.y * scale), pack(x.out.z * scale, x.out.w * scale));
+    const uint32_t low = pack(x.out.x * scale, x.out.y * scale), high = pack(x.out.z * scale, x.out.w * scale);
+    const uint32_t column = head * kHeadDim + 4 * lane, cols = kGroup * args.kv_heads * kHeadDim;
+    const bool panels = args.panel_rows != 0;
+    const uint32_t at = panels ? uint32_t(panel_at(args.panel_rows, row, column)) : row * cols + column;
+    __nv_bfloat16* to = static_cast<__nv_bfloat16*>(args.attn);
+    *reinterpret_cast<uint32_t*>(to + at) = low;
+    // Of a panel, the next pair lies in the next part, whose place the swizzle turns with that of this one.
+    *reinterpret_cast<uint32_t*>(to + (at ^ (panels ? 8 : 2))) = high;
 }
 
 // A row's tiles from its first visible position to its last cached one, and the parts that they are divided into.

@@ -2,6 +2,7 @@
 //! which arguments, and how many bytes each has to move. Made from a checkpoint's header; no driver, so all of it is printed
 //! and tested without a GPU, and the GPU backend runs exactly this.
 
+mod batch;
 mod buffers;
 mod chunk;
 mod fast;
@@ -15,7 +16,10 @@ use crate::{
     checkpoint::Checkpoint,
     config::{Attention, FlintConfig, LayerKind, Mlp},
     error::{Error, Result},
-    kernels::{Args, DECODE_SAMPLE, DecodeSampleArgs, Kernel, Launch, SAMPLE_VOCAB_MOST, decode_sample_launch},
+    kernels::{
+        Args, DECODE_ATTENTION_ROWS, DECODE_SAMPLE, DecodeSampleArgs, Kernel, Launch, SAMPLE_VOCAB_MOST,
+        decode_sample_launch,
+    },
     kv::{BLOCK_POSITIONS, KvBlocks, PoolLayout},
     tiles::TileFormat,
 };
@@ -29,8 +33,10 @@ pub use general::{GeneralLayer, GeneralMlp, GeneralWeights, Stored};
 pub use print::Totals;
 pub use types::{MatrixType, Types};
 
-/// Most sequences of a step.
-pub const MAX_ROWS: usize = 8;
+pub use crate::kernels::decode::distinct_experts;
+
+/// Most sequences of a step. On the fast path up to 8 have kernels of their own, and more take those of prefill.
+pub const MAX_ROWS: usize = DECODE_ATTENTION_ROWS as usize;
 /// Tokens of a chunk unless another number is asked for: on an H200 a MoE layer's weights are then read for enough of
 /// them.
 pub const CHUNK_TOKENS: usize = 8192;
@@ -42,7 +48,7 @@ pub const TOKEN_RING: usize = 4;
 /// What a plan is to hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Sequences at a time, 1 to 8.
+    /// Sequences at a time, 1 to 256: what a sequence has of its own, whatever it is for, there are so many of.
     pub sequences: usize,
     /// Positions of each, at most the model's context length.
     pub context_tokens: usize,
@@ -170,7 +176,7 @@ pub struct Bases {
     pub kv_full: u64,
     /// Of the sliding layers' pool.
     pub kv_window: u64,
-    /// Of the sampler's records in host memory, `[TOKEN_RING, 8, 48]` u32.
+    /// Of the sampler's records in host memory, `[TOKEN_RING, sequences, 48]` u32.
     pub records: u64,
 }
 
@@ -252,8 +258,7 @@ impl Plan {
         };
         let mut space = Space::default();
         let chunk_tokens = chunk::tokens(&path, limits);
-        let rows = if matches!(path, Path::General { .. }) { chunk_tokens.max(MAX_ROWS) } else { MAX_ROWS };
-        let buffers = Buffers::new(&mut space, config, limits, rows);
+        let buffers = Buffers::new(&mut space, config, &path, limits, chunk_tokens);
         let chunk = Chunk::new(&mut space, config, &path, limits, chunk_tokens);
         Ok(Self {
             config: config.clone(),
@@ -339,7 +344,10 @@ impl Plan {
     pub fn steps(&self, bases: &Bases, positions: &[u32], ending: Ending) -> Vec<Step> {
         assert!((1..=self.limits.sequences).contains(&positions.len()), "{} rows", positions.len());
         let mut steps = match &self.weights {
-            WeightPlan::Fast(format, weights) => fast::steps(self, *format, weights, bases, positions, ending),
+            WeightPlan::Fast(format, weights) if positions.len() <= fast::MAX_ROWS => {
+                fast::steps(self, *format, weights, bases, positions, ending)
+            }
+            WeightPlan::Fast(format, weights) => batch::steps(self, *format, weights, bases, positions, ending),
             WeightPlan::General(weights) => general::steps(self, weights, bases, positions, ending),
         };
         if ending == Ending::Token {
@@ -369,7 +377,7 @@ impl Plan {
                 vocab: vocab as u32,
                 logits_stride: self.config.vocab_size as u32,
                 ring_lines: TOKEN_RING as u32,
-                ring_rows: MAX_ROWS as u32,
+                ring_rows: self.limits.sequences as u32,
             }),
         }
     }
@@ -425,12 +433,6 @@ fn table_stride(limits: Limits) -> usize {
 /// The window of a layer; `None` sees everything.
 fn window(config: &FlintConfig, layer: LayerKind) -> Option<u32> {
     (layer.attention == Attention::Sliding).then_some(config.sliding_window as u32)
-}
-
-/// Distinct experts that `rows` rows choose in the mean if all are equally likely, rounded.
-pub fn distinct_experts(n_experts: usize, per_token: usize, rows: usize) -> usize {
-    let missed = (1.0 - per_token as f64 / n_experts as f64).powi(rows as i32);
-    (n_experts as f64 * (1.0 - missed)).round() as usize
 }
 
 /// Width of a row's activations between the halves of its MLP: of all chosen experts, or of a dense layer if that is more.

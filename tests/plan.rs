@@ -170,8 +170,8 @@ fn limits_out_of_range_are_named() {
     let config = flint();
     let types = Types::of_synthetic(&config, DType::Nvfp4).unwrap();
     for (limits, text) in [
-        (Limits { sequences: 0, ..LIMITS }, "sequences: expected 1 to 8, found 0"),
-        (Limits { sequences: 9, ..LIMITS }, "sequences: expected 1 to 8, found 9"),
+        (Limits { sequences: 0, ..LIMITS }, "sequences: expected 1 to 256, found 0"),
+        (Limits { sequences: 257, ..LIMITS }, "sequences: expected 1 to 256, found 257"),
         (Limits { context_tokens: 262_145, ..LIMITS }, "context_tokens: expected 1 to 262144, found 262145"),
         (Limits { vocab_tokens: 150_145, ..LIMITS }, "vocab_tokens: expected 1 to 150144, found 150145"),
         (Limits { chunk_tokens: 0, ..LIMITS }, "chunk_tokens: expected 1 to 65536, found 0"),

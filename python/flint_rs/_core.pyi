@@ -491,7 +491,7 @@ def plan(path: str | os.PathLike[str], sequences: int = 1, context: int | None =
 
     Args:
         path: A GGUF file, or a folder of safetensors.
-        sequences: How many at a time, 1 to 8.
+        sequences: How many at a time, 1 to 256.
         context: Tokens of each; the model's context length when `None`.
 
     Raises:

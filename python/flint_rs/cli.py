@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.set_defaults(command=_plan)
     plan.add_argument("file", metavar="FILE", help="a GGUF file, or a folder of safetensors")
-    plan.add_argument("--sequences", type=int, default=1, metavar="N", help="at a time, 1 to 8 (default: 1)")
+    plan.add_argument("--sequences", type=int, default=1, metavar="N", help="at a time, 1 to 256 (default: 1)")
     plan.add_argument("--context", type=int, metavar="TOKENS", help="of each (default: the model's)")
 
     convert = commands.add_parser(

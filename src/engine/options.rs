@@ -54,7 +54,9 @@ pub struct LoadOptions {
     pub precision: Precision,
     /// Threads of the CPU; `None` takes one a core.
     pub threads: Option<usize>,
-    /// Sequences that a GPU runs at a time and sets KV memory aside for; more wait. The CPU runs each call by itself.
+    /// Sequences that a GPU runs at a time and sets KV memory aside for, 1 to 256; more wait. While at most 8 run, each gives
+    /// the bits that it gives alone; while more do, those of one of 9 to 256, which add in another order. The CPU runs each
+    /// call by itself.
     pub max_sequences: usize,
     /// Most tokens of a sequence; `None` takes the model's context length, on a GPU cut to what fits its memory.
     pub context_tokens: Option<usize>,
@@ -66,7 +68,7 @@ impl Default for LoadOptions {
             device: DeviceChoice::Auto,
             precision: Precision::Bfloat16,
             threads: None,
-            max_sequences: MAX_ROWS,
+            max_sequences: 8,
             context_tokens: None,
         }
     }

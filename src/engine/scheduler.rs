@@ -269,13 +269,19 @@ impl<S: Steps> Scheduler<S> {
         while self.device.unread_steps() > 0 {
             self.read()?;
         }
-        for row in mem::take(&mut self.rows) {
-            if row.is_over() {
+        // The last row takes the place of one that leaves, so that the others keep theirs, and their block tables.
+        let mut place = 0;
+        while let Some(row) = self.rows.get(place) {
+            let (is_over, is_full) = (row.is_over(), row.request.backlog.is_full());
+            if !is_over && !is_full {
+                place += 1;
+                continue;
+            }
+            let row = self.rows.swap_remove(place);
+            if is_over {
                 self.remove(&row);
-            } else if row.request.backlog.is_full() {
-                self.aside.push(row);
             } else {
-                self.rows.push(row);
+                self.aside.push(row);
             }
         }
         // Those that ended first, so that their places are free.

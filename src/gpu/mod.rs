@@ -7,6 +7,7 @@ mod load;
 mod model;
 mod pack;
 mod prefill;
+mod recordings;
 mod tables;
 
 pub use driver::{Buffer, Call, Device, DeviceMemory, Event, Function, Graph, Kernels, Pinned};

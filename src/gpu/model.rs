@@ -1,12 +1,13 @@
 //! A Flint on the device, one step at a time.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, mem};
 
 use super::{
     IMAGES, Source,
-    driver::{Buffer, Call, Device, Event, Graph, Kernels, Pinned},
+    driver::{Buffer, Call, Device, Event, Kernels, Pinned},
     load::Loader,
     prefill::Chunks,
+    recordings::Recordings,
     tables::Tables,
 };
 use crate::{
@@ -14,9 +15,9 @@ use crate::{
     config::{Attention, FlintConfig},
     cpu::Rope,
     error::{Error, Result},
-    kernels::{Args, SAMPLE_RECORD_WORDS, SAMPLE_ROW_BYTES, SampleRecord, SampleStart},
+    kernels::{Args, SAMPLE_RECORD_WORDS, SampleRecord, SampleStart},
     kv::{KvBlocks, SequenceBlocks},
-    plan::{Bases, Card, Ending, Limits, MAX_ROWS, Plan, Step, TOKEN_RING},
+    plan::{Bases, Card, Ending, Limits, Plan, Step, TOKEN_RING},
 };
 
 /// Host-fed steps that may be queued before the host waits for them.
@@ -44,8 +45,7 @@ pub struct SequenceId(u64);
 /// A Flint on the device. It stays on the thread that loaded it.
 pub struct GpuModel {
     // Graphs and calls hold addresses of the buffers below, and are dropped before them.
-    graphs: BTreeMap<(usize, Ending), Graph>,
-    calls: BTreeMap<(usize, Ending), Vec<Call>>,
+    recordings: Recordings,
     pub(super) plan: Plan,
     pub(super) options: RunOptions,
     kernels: Kernels,
@@ -53,8 +53,9 @@ pub struct GpuModel {
     pub(super) buffers: Buffer,
     kv_full: Buffer,
     kv_window: Buffer,
-    /// The sampler's, `[TOKEN_RING, 8, 48]`.
+    /// The sampler's, `[TOKEN_RING, sequences, 48]`.
     records: Pinned<u32>,
+    /// `[INPUT_RING, 2, sequences]`: tokens, positions.
     inputs: Pinned<u32>,
     /// The next free line of `inputs`.
     next_input: usize,
@@ -110,13 +111,12 @@ impl GpuModel {
         loader.fill(plan.weights_mut(), &weights)?;
         loader.finish()?;
         Ok(Self {
-            graphs: BTreeMap::new(),
-            calls: BTreeMap::new(),
-            records: device.pinned(TOKEN_RING * MAX_ROWS * SAMPLE_RECORD_WORDS)?,
-            inputs: device.pinned(INPUT_RING * 2 * MAX_ROWS)?,
+            recordings: Recordings::default(),
+            records: device.pinned(TOKEN_RING * limits.sequences * SAMPLE_RECORD_WORDS)?,
+            inputs: device.pinned(INPUT_RING * 2 * limits.sequences)?,
             next_input: 0,
             chunks: Chunks::new(&device, plan.chunk())?,
-            tables: Tables::new(&device, plan.buffers())?,
+            tables: Tables::new(&device, plan.buffers(), limits.sequences)?,
             blocks: KvBlocks::new(plan.config(), pools.full_blocks as u32, pools.window_blocks as u32),
             sequences: BTreeMap::new(),
             next_id: 0,
@@ -150,7 +150,7 @@ impl GpuModel {
     /// How steps are launched from now on.
     pub fn set_options(&mut self, options: RunOptions) {
         if options != self.options {
-            self.graphs.clear();
+            self.recordings.forget_graphs();
             self.options = options;
         }
     }
@@ -209,6 +209,9 @@ impl GpuModel {
         let tokens: Vec<_> = rows.iter().map(|&(id, token, _)| (id, token)).collect();
         let ids: Vec<_> = rows.iter().map(|&(id, ..)| id).collect();
         self.check_tokens(&tokens)?;
+        // All at once: each copy is waited for.
+        let parameters: Vec<u8> = rows.iter().flat_map(|(.., start)| start.row.bytes()).collect();
+        self.buffers.write(self.plan.buffers().sample_rows as usize, &parameters)?;
         for (row, (.., start)) in rows.iter().enumerate() {
             self.write_sampler(row, start)?;
         }
@@ -242,8 +245,9 @@ impl GpuModel {
         let line = self.decoding.read as usize % TOKEN_RING;
         self.decoding.events[line].wait(WHAT)?;
         self.decoding.read += 1;
+        let sequences = self.plan.limits().sequences;
         let record = |row: usize| {
-            let first = (line * MAX_ROWS + row) * SAMPLE_RECORD_WORDS;
+            let first = (line * sequences + row) * SAMPLE_RECORD_WORDS;
             let record = SampleRecord::new(&std::array::from_fn(|word| self.records.get(first + word)));
             if record.sequence == self.decoding.read {
                 return Ok(record);
@@ -314,6 +318,7 @@ impl GpuModel {
         }
     }
 
+    /// What a request has beside its parameters.
     fn write_sampler(&self, row: usize, start: &SampleStart) -> Result<()> {
         let (b, vocab) = (self.plan.buffers(), self.plan.limits().vocab_tokens);
         let write = |base: u64, values: &[u8], len: usize| {
@@ -324,7 +329,6 @@ impl GpuModel {
             self.buffers.write(base as usize + row * len, values)
         };
         let bytes = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
-        write(b.sample_rows, &start.row.bytes(), SAMPLE_ROW_BYTES)?;
         if let Some(masks) = &start.masks {
             write(b.sample_masks, &bytes(masks), 2 * vocab.div_ceil(32) * 4)?;
         }
@@ -344,17 +348,18 @@ impl GpuModel {
             self.device.synchronize("a step")?;
             self.next_input = 0;
         }
-        let first = self.next_input * 2 * MAX_ROWS;
+        let sequences = self.plan.limits().sequences;
+        let first = self.next_input * 2 * sequences;
         self.next_input += 1;
         for (row, &(id, token)) in rows.iter().enumerate() {
             let position = self.sequence_len(id) as u32;
             self.inputs.set(first + row, token);
-            self.inputs.set(first + MAX_ROWS + row, position);
+            self.inputs.set(first + sequences + row, position);
         }
         self.make_room(&ids)?;
         let tokens = self.plan.buffers().tokens as usize;
         // SAFETY: the line is written again only after the wait above; both ends live as long as `self`, whose drop waits.
-        unsafe { self.buffers.queue_write(tokens, &self.inputs, first..first + 2 * MAX_ROWS)? };
+        unsafe { self.buffers.queue_write(tokens, &self.inputs, first..first + 2 * sequences)? };
         self.run(ids.len(), ending)
     }
 
@@ -401,19 +406,23 @@ impl GpuModel {
     }
 
     fn run(&mut self, rows: usize, ending: Ending) -> Result<()> {
-        let key = (rows, ending);
-        if !self.calls.contains_key(&key) {
-            let calls = self.calls(&vec![0; rows], ending)?.into_iter().map(|(_, call)| call).collect();
-            self.calls.insert(key, calls);
-        }
-        let calls = &self.calls[&key];
+        let mut recordings = mem::take(&mut self.recordings);
+        let result = self.run_recorded(&mut recordings, rows, ending);
+        self.recordings = recordings;
+        result
+    }
+
+    fn run_recorded(&self, recordings: &mut Recordings, rows: usize, ending: Ending) -> Result<()> {
+        let make = || Ok(self.calls(&vec![0; rows], ending)?.into_iter().map(|(_, call)| call).collect());
+        let step = recordings.get((rows, ending), make)?;
         if !self.options.graphs {
-            return calls.iter().try_for_each(|call| call.queue(self.options.pdl));
+            return step.calls.iter().try_for_each(|call| call.queue(self.options.pdl));
         }
-        if !self.graphs.contains_key(&key) {
-            self.graphs.insert(key, self.device.graph(calls, self.options.pdl)?);
-        }
-        self.graphs[&key].launch()
+        let graph = match &step.graph {
+            Some(graph) => graph,
+            None => step.graph.insert(self.device.graph(&step.calls, self.options.pdl)?),
+        };
+        graph.launch()
     }
 
     pub(super) fn call(&self, step: &Step) -> Result<Call> {

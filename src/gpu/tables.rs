@@ -6,22 +6,18 @@ use super::{
     SequenceId,
     driver::{Buffer, Device, Pinned},
 };
-use crate::{
-    error::Result,
-    kv::SequenceBlocks,
-    plan::{Buffers, MAX_ROWS},
-};
+use crate::{error::Result, kv::SequenceBlocks, plan::Buffers};
 
 /// The device's block tables, and pinned copies that they are written from.
 pub(super) struct Tables {
     full: Table,
     window: Table,
     /// The sequence whose blocks each row has.
-    rows: [Option<SequenceId>; MAX_ROWS],
+    rows: Vec<Option<SequenceId>>,
 }
 
 struct Table {
-    /// `[8, stride]`. An entry is written once while a sequence keeps its row, so a copy in flight is not disturbed.
+    /// `[rows, stride]`. An entry is written once while a sequence keeps its row, so a copy in flight is not disturbed.
     host: Pinned<u32>,
     /// Of the device's table, in the workspace.
     offset: usize,
@@ -29,26 +25,26 @@ struct Table {
 }
 
 impl Tables {
-    pub fn new(device: &Device, buffers: &Buffers) -> Result<Self> {
+    /// Of `rows` rows.
+    pub fn new(device: &Device, buffers: &Buffers, rows: usize) -> Result<Self> {
         let stride = buffers.table_stride;
-        let table =
-            |offset: u64| Ok(Table { host: device.pinned(MAX_ROWS * stride)?, offset: offset as usize, stride });
+        let table = |offset: u64| Ok(Table { host: device.pinned(rows * stride)?, offset: offset as usize, stride });
         let (full, window) = (table(buffers.blocks_full)?, table(buffers.blocks_window)?);
-        Ok(Self { full, window, rows: [None; MAX_ROWS] })
+        Ok(Self { full, window, rows: vec![None; rows] })
     }
 
     /// A row for each of `ids`: its own if it has one, else one that neither another of them nor any of `busy` has.
     ///
     /// # Panics
-    /// With more than 8 sequences in all.
+    /// With more sequences in all than there are rows.
     pub fn rows_for(&self, ids: &[SequenceId], busy: &[SequenceId]) -> Vec<usize> {
         let own = |id: &SequenceId| self.rows.iter().position(|row| *row == Some(*id));
         let mut taken: Vec<usize> = busy.iter().chain(ids).filter_map(own).collect();
         let mut choose = |id: &SequenceId| {
             own(id).unwrap_or_else(|| {
                 // One that has no blocks of anybody, if there is one.
-                let free = (0..MAX_ROWS).filter(|row| !taken.contains(row));
-                let row = free.min_by_key(|&row| self.rows[row].is_some()).expect("a plan holds 8 sequences");
+                let free = (0..self.rows.len()).filter(|row| !taken.contains(row));
+                let row = free.min_by_key(|&row| self.rows[row].is_some()).expect("a row for each sequence");
                 taken.push(row);
                 row
             })

@@ -43,7 +43,7 @@ pub struct DecodeAttentionArgs {
     pub rope: u64,
     /// `[8 G]` f32.
     pub sinks: u64,
-    /// Out: `[B, 8 G, 128]` bf16; a multiple of 8.
+    /// Out: `[B, 8 G, 128]` bf16, or panels of `cuda/panel.cuh`; a multiple of 8.
     pub attn: u64,
     /// Workspace of [`decode_attention_partial_bytes`]; a multiple of 16. 0 with a window.
     pub partial: u64,
@@ -61,8 +61,8 @@ pub struct DecodeAttentionArgs {
     pub rows: u32,
     /// G.
     pub kv_heads: u32,
-    /// Fills the struct.
-    pub reserved: u32,
+    /// Rows of a panel of `attn`, a multiple of 8 and at least B; 0 for rows as they are.
+    pub panel_rows: u32,
 }
 
 const _: () = assert!(
@@ -72,6 +72,7 @@ const _: () = assert!(
         && offset_of!(DecodeAttentionArgs, block_stride) == 88
         && offset_of!(DecodeAttentionArgs, window) == 100
         && offset_of!(DecodeAttentionArgs, eps) == 104
+        && offset_of!(DecodeAttentionArgs, panel_rows) == 116
 );
 
 /// Bytes of [`DecodeAttentionArgs::partial`] for `rows` rows; the same at every position.

@@ -232,6 +232,12 @@ family!(
 pub const DECODE_EMBED: Kernel =
     Kernel { symbol: c"decode_embed", args_bytes: size_of::<DecodeEmbedArgs>(), pdl: true };
 
+/// Distinct experts that `rows` rows choose in the mean if all are equally likely, rounded.
+pub fn distinct_experts(n_experts: usize, per_token: usize, rows: usize) -> usize {
+    let missed = (1.0 - per_token as f64 / n_experts as f64).powi(rows as i32);
+    (n_experts as f64 * (1.0 - missed)).round() as usize
+}
+
 /// Bytes between the rows of x in shared memory, as `x_stride` of `gemv.cuh`.
 const fn x_stride(cols: usize) -> usize {
     2 * cols + 16

@@ -5,7 +5,7 @@ use std::{ffi::CStr, mem::offset_of};
 
 use super::{
     Kernel, Launch,
-    decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN},
+    decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN, distinct_experts},
 };
 use crate::tiles::{TILE_COLS, TILE_ROWS, TileFormat};
 
@@ -417,7 +417,8 @@ impl Products {
         let stacks = if up { 64 } else { 128 } / UNIT_STRIPS;
         let shape = Shape::of(product, format, way);
         let most_units = expert_tiles(rows, way.columns() as u32) * stacks.div_ceil(shape.cluster);
-        let bytes = EXPERTS.min(CHOSEN * rows) * tiles * format.tile_bytes() + CHOSEN * rows * 2 * (x + out);
+        let weights = distinct_experts(EXPERTS, CHOSEN, rows) * tiles * format.tile_bytes();
+        let bytes = weights + CHOSEN * rows * 2 * (x + out);
         (product.kernel(format, way), self.launch(shape, most_units, bytes))
     }
 

@@ -1,6 +1,6 @@
 //! Addresses before there is a device: offsets into one allocation.
 
-use super::{Limits, MAX_ROWS, act_width, table_stride};
+use super::{Limits, Path, act_width, fast, table_stride};
 use crate::{
     config::FlintConfig,
     kernels::{
@@ -43,8 +43,8 @@ impl Space {
 
 macro_rules! buffers {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// Offsets, or addresses, of the buffers of a step of R rows: 8, or a chunk on the general path. Letters as in
-        /// [`FlintConfig`].
+        /// Offsets, or addresses, of the buffers of a step. N is the number of sequences; R rows are 8 on the fast path, and
+        /// on the general one N or a chunk. Letters as in [`FlintConfig`].
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub struct Buffers {
             $($(#[$doc])* pub $name: u64,)*
@@ -63,11 +63,11 @@ macro_rules! buffers {
 }
 
 buffers! {
-    /// `[8]` u32, the input token of each row; its position follows at once, so that one copy sets both.
+    /// `[N]` u32, the input token of each row; its position follows at once, so that one copy sets both.
     tokens,
-    /// `[8]` u32.
+    /// `[N]` u32.
     positions,
-    /// `[8, table_stride]` u32, the KV block of each 64 positions, of full-attention layers.
+    /// `[N, table_stride]` u32, the KV block of each 64 positions, of full-attention layers.
     blocks_full,
     /// The same of sliding layers; entries of what no window sees are old.
     blocks_window,
@@ -83,9 +83,9 @@ buffers! {
     qkv,
     /// `[R, H head_dim]` bf16.
     attn,
-    /// Partial results of attention.
+    /// Partial results of attention, of the fast path.
     attn_partial,
-    /// `[8, G]` u32, zero between launches.
+    /// `[N, G]` u32, zero between launches.
     attn_counters,
     /// `[R, E]` f32: the router's scores, or its logits on the general path.
     router_scores,
@@ -97,43 +97,54 @@ buffers! {
     act,
     /// `[R, shared]` bf16.
     act_shared,
-    /// `[R, V]` f32.
+    /// `[max(N, R), V]` f32.
     logits,
-    /// `[8]` [`crate::kernels::SampleRow`].
+    /// `[N]` [`crate::kernels::SampleRow`].
     sample_rows,
-    /// `[8, 2, ceil(vocab_tokens / 32)]` u32.
+    /// `[N, 2, ceil(vocab_tokens / 32)]` u32.
     sample_masks,
-    /// `[8, vocab_tokens]` f32.
+    /// `[N, vocab_tokens]` f32.
     sample_bias,
-    /// `[8, vocab_tokens]` u32.
+    /// `[N, vocab_tokens]` u32.
     sample_seen,
-    /// `[8, vocab_tokens]` f32.
+    /// `[N, vocab_tokens]` f32.
     sample_workspace,
     /// `[head_dim / 2]` f32, rotary frequencies.
     inv_freq,
-    /// `[8, 2, head_dim / 2]` f32, cosines and sines of a step's positions, of the fast path.
+    /// `[N, 2, head_dim / 2]` f32, cosines and sines of a step's positions, of the fast path.
     rope,
 }
 
 impl Buffers {
-    pub(super) fn new(space: &mut Space, config: &FlintConfig, limits: Limits, n_rows: usize) -> Self {
+    pub(super) fn new(
+        space: &mut Space,
+        config: &FlintConfig,
+        path: &Path,
+        limits: Limits,
+        chunk_tokens: usize,
+    ) -> Self {
         let (d, heads, kv_heads) = (config.hidden_size, config.n_heads, config.n_kv_heads);
-        let table_stride = table_stride(limits);
-        let attn_partial = space.take(decode_attention_partial_bytes(MAX_ROWS, kv_heads));
-        let rope = space.take(MAX_ROWS * config.head_dim * 4);
+        let (sequences, table_stride) = (limits.sequences, table_stride(limits));
+        let (n_rows, fast_rows) = match path {
+            Path::Fast(_) => (fast::MAX_ROWS, sequences),
+            Path::General { .. } => (chunk_tokens.max(sequences), 0),
+        };
+        let tokens = space.take(sequences * 2 * 4);
+        let attn_partial = space.take(decode_attention_partial_bytes(fast_rows, kv_heads));
+        let rope = space.take(fast_rows * config.head_dim * 4);
         let inv_freq = space.take(config.head_dim / 2 * 4);
         let mut take = |n: usize, width: usize, element_bytes: usize| space.take(n * width * element_bytes);
-        let tokens = take(MAX_ROWS, 2, 4);
-        let blocks = [(); 2].map(|()| take(MAX_ROWS, table_stride, 4));
-        let counters = take(MAX_ROWS, kv_heads, 4);
-        let mut sampler = |width: usize, element_bytes: usize| take(MAX_ROWS, width, element_bytes);
+        let blocks = [(); 2].map(|()| take(sequences, table_stride, 4));
+        let counters = take(fast_rows, kv_heads, 4);
+        let mut sampler = |width: usize, element_bytes: usize| take(sequences, width, element_bytes);
         let sample_rows = sampler(SAMPLE_ROW_BYTES, 1);
         let sample_masks = sampler(2 * limits.vocab_tokens.div_ceil(32), 4);
         let [sample_bias, sample_seen, sample_workspace] = [(); 3].map(|()| sampler(limits.vocab_tokens, 4));
+        let logits = take(n_rows.max(sequences), config.vocab_size, 4);
         let mut rows = |width: usize, element_bytes: usize| take(n_rows, width, element_bytes);
         Self {
             tokens,
-            positions: tokens + 4 * MAX_ROWS as u64,
+            positions: tokens + 4 * sequences as u64,
             blocks_full: blocks[0],
             blocks_window: blocks[1],
             delta: rows(d, 2),
@@ -149,7 +160,7 @@ impl Buffers {
             chosen_weights: rows(config.n_experts_per_token, 4),
             act: rows(act_width(config), 2),
             act_shared: rows(config.shared_intermediate_size, 2),
-            logits: rows(config.vocab_size, 4),
+            logits,
             sample_rows,
             sample_masks,
             sample_bias,
@@ -164,7 +175,7 @@ impl Buffers {
 
 macro_rules! prefill_buffers {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// Offsets, or addresses, of the buffers of a chunk of T tokens; S sorted rows.
+        /// Offsets, or addresses, of the buffers of a chunk of T tokens, or of a step of as many sequences; S sorted rows.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub(super) struct PrefillBuffers {
             $($(#[$doc])* pub $name: u64,)*

@@ -78,7 +78,8 @@ impl Chunk {
             tokens,
             logits_rows,
             inputs: ChunkInputs { tokens: first, positions: behind(1), slots: behind(2), tiles: behind(1), words },
-            prefill: fast.then(|| PrefillBuffers::new(space, config, tokens, logits_rows)),
+            // A step of many sequences has these too: it and chunks run one after the other.
+            prefill: fast.then(|| PrefillBuffers::new(space, config, tokens.max(limits.sequences), logits_rows)),
         }
     }
 }

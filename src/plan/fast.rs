@@ -15,6 +15,8 @@ use crate::{
     tiles::{TILE_ROWS, TileFormat},
 };
 
+/// Most rows of a step through the kernels of [`decode`].
+pub(super) const MAX_ROWS: usize = decode::ROWS[decode::ROWS.len() - 1];
 /// H; the inputs of `decode_o` are 128 times that.
 const HEADS: usize = 32;
 /// The inputs of `decode_dense_down`.
@@ -183,7 +185,7 @@ pub(super) fn format(config: &FlintConfig, types: &Types, card: Card) -> Result<
     format.ok_or_else(|| "there is no projection".into())
 }
 
-/// The launches of a step without its sampler, see [`Plan::steps`].
+/// The launches of a step of 1 to 8 rows without its sampler, see [`Plan::steps`].
 pub(super) fn steps(
     plan: &Plan,
     format: TileFormat,
@@ -192,25 +194,12 @@ pub(super) fn steps(
     positions: &[u32],
     ending: Ending,
 ) -> Vec<Step> {
-    let (rows, buffers) = (positions.len(), plan.buffers.at(bases.buffers));
-    let builder = Builder { plan, format, weights: bases.weights, buffers, positions };
-    let mut steps = vec![Step {
-        operation: Operation::Embed,
-        layer: 0,
-        kernel: decode::DECODE_EMBED,
-        launch: decode::decode_embed_launch(rows),
-        args: Args::DecodeEmbed(DecodeEmbedArgs {
-            embedding: bases.weights + weights.embedding,
-            tokens: buffers.tokens,
-            positions: buffers.positions,
-            inv_freq: buffers.inv_freq,
-            delta: buffers.delta,
-            residual: buffers.residual,
-            rope: buffers.rope,
-        }),
-    }];
+    let builder = Builder::new(plan, format, bases, positions);
+    let mut steps = vec![builder.embed(weights)];
     for (index, (layer, cache)) in weights.layers.iter().zip(plan.cache(bases)).enumerate() {
-        builder.attention(index, layer, &cache, &mut steps);
+        steps.push(builder.qkv(index, layer));
+        steps.push(builder.attention(index, layer, &cache));
+        steps.push(builder.output(index, layer));
         builder.mlp(index, layer, &mut steps);
     }
     if ending != Ending::Nothing {
@@ -219,17 +208,44 @@ pub(super) fn steps(
     steps
 }
 
-struct Builder<'a> {
+pub(super) struct Builder<'a> {
     plan: &'a Plan,
     format: TileFormat,
     weights: u64,
-    buffers: Buffers,
+    pub buffers: Buffers,
+    /// Of a panel of attention's results, for a product that reads panels; 0 for rows as they are.
+    pub panel_rows: usize,
     positions: &'a [u32],
 }
 
-impl Builder<'_> {
+impl<'a> Builder<'a> {
+    pub fn new(plan: &'a Plan, format: TileFormat, bases: &Bases, positions: &'a [u32]) -> Self {
+        let buffers = plan.buffers.at(bases.buffers);
+        Self { plan, format, weights: bases.weights, buffers, panel_rows: 0, positions }
+    }
+
     fn rows(&self) -> usize {
         self.positions.len()
+    }
+
+    /// The first launch of a step of any number of rows.
+    pub fn embed(&self, weights: &FastWeights) -> Step {
+        let b = &self.buffers;
+        Step {
+            operation: Operation::Embed,
+            layer: 0,
+            kernel: decode::DECODE_EMBED,
+            launch: decode::decode_embed_launch(self.rows()),
+            args: Args::DecodeEmbed(DecodeEmbedArgs {
+                embedding: self.weights + weights.embedding,
+                tokens: b.tokens,
+                positions: b.positions,
+                inv_freq: b.inv_freq,
+                delta: b.delta,
+                residual: b.residual,
+                rope: b.rope,
+            }),
+        }
     }
 
     /// The norm in front of attention or, with `middle`, in front of the feed-forward part.
@@ -281,20 +297,25 @@ impl Builder<'_> {
         }
     }
 
-    fn attention(&self, index: usize, layer: &FastLayer, cache: &LayerCache, steps: &mut Vec<Step>) {
-        let (b, config) = (&self.buffers, &self.plan.config);
-        let (d, qkv) = (config.hidden_size, (config.n_heads + 2 * config.n_kv_heads) * config.head_dim);
-        steps.push(self.linear(
+    fn qkv(&self, index: usize, layer: &FastLayer) -> Step {
+        let config = &self.plan.config;
+        let qkv = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim;
+        self.linear(
             Operation::Qkv,
             index,
             (&decode::DECODE_QKV, decode::QKV_SHAPE),
             (self.norm(layer.attn_norm, false), 0),
             (layer.qkv, qkv / TILE_ROWS),
-            (b.qkv, qkv, 2),
-        ));
+            (self.buffers.qkv, qkv, 2),
+        )
+    }
+
+    /// Of a step of any number of rows.
+    pub fn attention(&self, index: usize, layer: &FastLayer, cache: &LayerCache) -> Step {
+        let (b, config) = (&self.buffers, &self.plan.config);
         let (kernel, launch) = decode_attention_launch(config.n_kv_heads as u32, cache.window, self.positions)
             .expect("a step has no more rows than a launch holds, and the path 4 KV heads");
-        steps.push(Step {
+        Step {
             operation: Operation::Attention,
             layer: index,
             kernel,
@@ -317,17 +338,21 @@ impl Builder<'_> {
                 eps: config.rms_norm_eps,
                 rows: self.rows() as u32,
                 kv_heads: config.n_kv_heads as u32,
-                reserved: 0,
+                panel_rows: self.panel_rows as u32,
             }),
-        });
-        steps.push(self.linear(
+        }
+    }
+
+    fn output(&self, index: usize, layer: &FastLayer) -> Step {
+        let (b, d) = (&self.buffers, self.plan.config.hidden_size);
+        self.linear(
             Operation::Output,
             index,
             (&decode::DECODE_O, decode::O_SHAPE),
             (self.no_norm(), b.attn),
             (layer.output, d / TILE_ROWS),
             (b.delta, d, 2),
-        ));
+        )
     }
 
     fn mlp(&self, index: usize, layer: &FastLayer, steps: &mut Vec<Step>) {

@@ -75,26 +75,19 @@ pub(super) fn logits_steps(
     let before = (2 * first * plan.config.hidden_size) as u64;
     builder.buffers.delta += before;
     builder.buffers.residual += before;
-    let (index, vocab, d) = (weights.layers.len(), plan.config.vocab_size, plan.config.hidden_size);
-    let (b, w) = (&builder.buffers, bases.weights);
-    let args = builder.linear_args(b.normed, w + weights.lm_head.tiles, vocab / TILE_ROWS, d, (b.logits, vocab));
-    let args = PrefillLinearArgs { scales: w + weights.lm_head.scales, ..args };
-    vec![
-        builder.norm(index, weights.final_norm),
-        step(Operation::LmHead, index, builder.products.logits(format, &args), Args::PrefillLinear(args)),
-    ]
+    builder.logits(weights, builder.buffers.logits).into()
 }
 
 fn step(operation: Operation, layer: usize, (kernel, launch): (Kernel, Launch), args: Args) -> Step {
     Step { operation, layer, kernel, launch, args }
 }
 
-struct Builder<'a> {
+pub(super) struct Builder<'a> {
     plan: &'a Plan,
     format: TileFormat,
     products: Products,
     weights: u64,
-    buffers: PrefillBuffers,
+    pub buffers: PrefillBuffers,
     /// Of decode, for what both share.
     shared: Buffers,
     inputs: ChunkInputs,
@@ -102,7 +95,7 @@ struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    fn new(plan: &'a Plan, format: TileFormat, bases: &Bases, rows: usize) -> Self {
+    pub fn new(plan: &'a Plan, format: TileFormat, bases: &Bases, rows: usize) -> Self {
         Self {
             plan,
             format,
@@ -115,7 +108,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    fn panel_rows(&self) -> usize {
+    pub fn panel_rows(&self) -> usize {
         self.rows.next_multiple_of(ROWS_STEP)
     }
 
@@ -197,13 +190,18 @@ impl<'a> Builder<'a> {
         step(operation, layer, self.products.swiglu(self.format, &args), Args::PrefillLinear(args))
     }
 
+    /// q, k and v of a layer, as projected.
+    pub fn qkv(&self, index: usize, layer: &FastLayer, steps: &mut Vec<Step>) {
+        let (b, config) = (&self.buffers, &self.plan.config);
+        steps.push(self.norm(index, layer.attn_norm));
+        let (d, qkv) = (config.hidden_size, (config.n_heads + 2 * config.n_kv_heads) * config.head_dim);
+        steps.push(self.linear(Operation::Qkv, index, (b.normed, d), layer.qkv, (b.qkv, qkv)));
+    }
+
     /// A layer up to its keys and values.
     fn keys(&self, index: usize, layer: &FastLayer, cache: &LayerCache, tiles: &[PrefillTile], steps: &mut Vec<Step>) {
         let (b, config, w) = (&self.buffers, &self.plan.config, self.weights);
-        let (d, hd, kv_heads) = (config.hidden_size, config.head_dim, config.n_kv_heads);
-        steps.push(self.norm(index, layer.attn_norm));
-        let qkv = (config.n_heads + 2 * kv_heads) * hd;
-        steps.push(self.linear(Operation::Qkv, index, (b.normed, d), layer.qkv, (b.qkv, qkv)));
+        self.qkv(index, layer, steps);
         let args = PrefillKvArgs {
             qkv: b.qkv,
             kv: cache.kv,
@@ -216,7 +214,7 @@ impl<'a> Builder<'a> {
             table_stride: self.shared.table_stride as u32,
             eps: config.rms_norm_eps,
         };
-        let launch = prefill_kv_launch(kv_heads as u32, tiles).expect(FITS);
+        let launch = prefill_kv_launch(config.n_kv_heads as u32, tiles).expect(FITS);
         steps.push(step(Operation::QkvFinish, index, (PREFILL_KV, launch), Args::PrefillKv(args)));
     }
 
@@ -229,7 +227,7 @@ impl<'a> Builder<'a> {
         steps: &mut Vec<Step>,
     ) {
         let (b, config, w) = (&self.buffers, &self.plan.config, self.weights);
-        let (d, heads, kv_heads) = (config.hidden_size, config.n_heads * config.head_dim, config.n_kv_heads);
+        let kv_heads = config.n_kv_heads;
         let args = PrefillAttentionArgs {
             qkv: b.qkv,
             kv: cache.kv,
@@ -249,10 +247,17 @@ impl<'a> Builder<'a> {
         let attention = PrefillAttention::of((self.plan.card.major, 0), self.plan.card.processors as u32);
         let launch = attention.launch(kv_heads as u32, cache.window, tiles).expect(FITS);
         steps.push(step(Operation::Attention, index, (attention.kernel(), launch), Args::PrefillAttention(args)));
-        steps.push(self.linear(Operation::Output, index, (b.attn, heads), layer.output, (b.delta, d)));
+        steps.push(self.output(index, layer));
     }
 
-    fn mlp(&self, index: usize, layer: &FastLayer, steps: &mut Vec<Step>) {
+    /// Attention's output projection.
+    pub fn output(&self, index: usize, layer: &FastLayer) -> Step {
+        let (b, config) = (&self.buffers, &self.plan.config);
+        let (d, heads) = (config.hidden_size, config.n_heads * config.head_dim);
+        self.linear(Operation::Output, index, (b.attn, heads), layer.output, (b.delta, d))
+    }
+
+    pub fn mlp(&self, index: usize, layer: &FastLayer, steps: &mut Vec<Step>) {
         let (b, config) = (&self.buffers, &self.plan.config);
         let d = config.hidden_size;
         steps.push(self.norm(index, layer.mlp_norm));
@@ -348,5 +353,15 @@ impl<'a> Builder<'a> {
         };
         let launch = (PREFILL_COMBINE, prefill_combine_launch(self.rows));
         steps.push(step(Operation::Combine, index, launch, Args::PrefillCombine(args)));
+    }
+
+    /// Final norm, and `[rows, V]` f32 at `out`.
+    pub fn logits(&self, weights: &FastWeights, out: u64) -> [Step; 2] {
+        let (b, config, w) = (&self.buffers, &self.plan.config, self.weights);
+        let (index, vocab, d) = (weights.layers.len(), config.vocab_size, config.hidden_size);
+        let args = self.linear_args(b.normed, w + weights.lm_head.tiles, vocab / TILE_ROWS, d, (out, vocab));
+        let args = PrefillLinearArgs { scales: w + weights.lm_head.scales, ..args };
+        let launch = self.products.logits(self.format, &args);
+        [self.norm(index, weights.final_norm), step(Operation::LmHead, index, launch, Args::PrefillLinear(args))]
     }
 }

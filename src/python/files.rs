@@ -44,7 +44,7 @@ pub fn plan(
     context: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
     let path: PathBuf = argument("path", path, "a path")?;
-    let sequences = sequences.map_or(Ok(1), |value| argument("sequences", value, "1 to 8"))?;
+    let sequences = sequences.map_or(Ok(1), |value| argument("sequences", value, "1 to 256"))?;
     let context = context.map(|value| argument("context", value, "a number of tokens")).transpose()?;
     let work = move || Ok(crate::plan::of_file(&path, sequences, context)?.to_string());
     wait::run(py, &Cancel::default(), || Ok(()), work)

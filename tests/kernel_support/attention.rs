@@ -186,7 +186,7 @@ pub fn check(gpu: &Gpu, random: &mut Random, path: Path, shape: Shape, positions
     let pool_buffer = gpu.upload(&pool);
 
     let what = format!("{path:?} {shape:?}");
-    let together = step.run(gpu, path, &pool_buffer, 0..positions.len(), false);
+    let together = step.run(gpu, path, &pool_buffer, 0..positions.len(), false, 0);
     let found = to_bf16s(&together);
     let mut worst = 0.0_f64;
     for (i, (found, expected)) in found.chunks_exact(head_dim).zip(expected.chunks_exact(head_dim)).enumerate() {
@@ -201,12 +201,33 @@ pub fn check(gpu: &Gpu, random: &mut Random, path: Path, shape: Shape, positions
 
     step.check_pool(&what, &pool, &pool_buffer, &sequences, &new_k, &tables);
     assert!(step.counters.download().unwrap().iter().all(|&byte| byte == 0), "{what}: counters are left at zero");
-    assert!(together == step.run(gpu, path, &pool_buffer, 0..positions.len(), true), "{what}: PDL changes bits");
+    assert!(together == step.run(gpu, path, &pool_buffer, 0..positions.len(), true, 0), "{what}: PDL changes bits");
+    if path == Path::Fast {
+        // In panels, with rows behind the last that stay as they were.
+        let panel_rows = positions.len().next_multiple_of(8) + 8;
+        let panels = step.run(gpu, path, &pool_buffer, 0..positions.len(), false, panel_rows);
+        let expected = in_panels(&together, n_heads * head_dim, panel_rows);
+        assert!(panels == expected, "{what}: panels hold something else");
+    }
     let row_bytes = together.len() / positions.len();
     for row in 0..positions.len() {
-        let alone = step.run(gpu, path, &pool_buffer, row..row + 1, false);
+        let alone = step.run(gpu, path, &pool_buffer, row..row + 1, false, 0);
         assert!(alone == together[row * row_bytes..][..row_bytes], "{what}: row {row} depends on the others");
     }
+}
+
+/// Rows of `cols` bf16 values in the order of `cuda/panel.cuh`, and poison where no row is.
+fn in_panels(rows: &[u8], cols: usize, panel_rows: usize) -> Vec<u8> {
+    let mut panels = vec![super::POISON; panel_rows * cols * 2];
+    for (i, value) in rows.chunks_exact(2).enumerate() {
+        let (row, column) = (i / cols, i % cols);
+        let pair = column % 64 / 2;
+        // 16-byte part p has pairs p, p + 8, p + 16, p + 24, and lies at p ^ (row % 8).
+        let (part, place) = ((pair % 8) ^ (row % 8), 2 * (pair / 8) + column % 2);
+        let at = 2 * ((column / 64 * panel_rows + row) * 64 + 8 * part + place);
+        panels[at..at + 2].copy_from_slice(value);
+    }
+    panels
 }
 
 /// `[positions, 2, head_dim / 2]`: cosines, then sines, as `decode_embed` leaves them.
@@ -267,12 +288,12 @@ fn value_offsets(layout: PoolLayout, g: usize, i: usize, d: usize) -> (usize, us
 }
 
 impl Step {
-    /// Attention of `rows`, bf16 bytes.
-    fn run(&self, gpu: &Gpu, path: Path, pool: &Buffer, rows: Range<usize>, pdl: bool) -> Vec<u8> {
+    /// Attention of `rows`, bf16 bytes; in panels of `panel_rows` if that is not 0.
+    fn run(&self, gpu: &Gpu, path: Path, pool: &Buffer, rows: Range<usize>, pdl: bool, panel_rows: usize) -> Vec<u8> {
         let Shape { n_heads, n_kv_heads, head_dim, window, .. } = self.shape;
         let row_len = (n_heads + 2 * n_kv_heads) * head_dim;
         let qkv = gpu.bf16s(&self.qkv[rows.start * row_len..rows.end * row_len]);
-        let attn_bytes = rows.len() * n_heads * head_dim * 2;
+        let attn_bytes = rows.len().max(panel_rows) * n_heads * head_dim * 2;
         let attn = gpu.poisoned(attn_bytes);
         let kv = pool.address() + 2 * ((LAYERS - 1) * self.layout.layer_values()) as u64;
         let blocks = self.blocks.address() + 4 * (rows.start * self.table_stride) as u64;
@@ -301,7 +322,7 @@ impl Step {
                     eps: EPS,
                     rows: rows.len() as u32,
                     kv_heads: n_kv_heads as u32,
-                    reserved: 0,
+                    panel_rows: panel_rows as u32,
                 };
                 let (kernel, launch) =
                     decode_attention_launch(n_kv_heads as u32, u32_window, &self.positions[rows.clone()]).unwrap();

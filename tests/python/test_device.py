@@ -98,8 +98,8 @@ def test_float32_is_the_cpus(gguf_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"max_sequences": 0}, ValueError, "max_sequences.*1 to 8.*0"),
-        ({"max_sequences": 9}, ValueError, "max_sequences.*1 to 8.*9"),
+        ({"max_sequences": 0}, ValueError, "max_sequences.*1 to 256.*0"),
+        ({"max_sequences": 257}, ValueError, "max_sequences.*1 to 256.*257"),
         ({"max_sequences": None}, TypeError, "max_sequences"),
         ({"context_tokens": 0}, ValueError, "context_tokens"),
         ({"context_tokens": 513}, ValueError, "context_tokens.*512.*513"),

@@ -1,0 +1,33 @@
+//! Steps of more sequences than the kernels of decode hold, on the fast path: one new token each, through the products of
+//! prefill and the attention of decode.
+
+use super::{Bases, Buffers, Ending, FastWeights, Plan, Step, fast, prefill};
+use crate::tiles::TileFormat;
+
+/// The launches of a step of 9 to 256 rows without its sampler, see [`Plan::steps`].
+pub(super) fn steps(
+    plan: &Plan,
+    format: TileFormat,
+    weights: &FastWeights,
+    bases: &Bases,
+    positions: &[u32],
+    ending: Ending,
+) -> Vec<Step> {
+    let many = prefill::Builder::new(plan, format, bases, positions.len());
+    let mut decode = fast::Builder::new(plan, format, bases, positions);
+    // What decode's kernels read and write lies where prefill's find it.
+    let (rows, b) = (decode.buffers, &many.buffers);
+    decode.buffers = Buffers { delta: b.delta, residual: b.residual, qkv: b.qkv, attn: b.attn, ..rows };
+    decode.panel_rows = many.panel_rows();
+    let mut steps = vec![decode.embed(weights)];
+    for (index, (layer, cache)) in weights.layers.iter().zip(plan.cache(bases)).enumerate() {
+        many.qkv(index, layer, &mut steps);
+        steps.push(decode.attention(index, layer, &cache));
+        steps.push(many.output(index, layer));
+        many.mlp(index, layer, &mut steps);
+    }
+    if ending != Ending::Nothing {
+        steps.extend(many.logits(weights, rows.logits));
+    }
+    steps
+}
