@@ -51,8 +51,11 @@ __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
     if constexpr (kBefore == Before::kNorm) {
         Norm norm;
         norm.request(args.norm);
+        // Attention has a microsecond to spend in front of its own wait, on what no kernel of this layer wrote.
+        constexpr bool kLaunchFirst = kAfter == After::kBf16;
+        if (kLaunchFirst) pdl_launch();
         pdl_wait();
-        pdl_launch();
+        if (!kLaunchFirst) pdl_launch();
         norm.stage<NB>(shared, sums, args.norm);
     } else {
         static_assert(kGroups == 1);
