@@ -8,7 +8,8 @@
 //
 // launch   grid B, 256 threads of 16 bytes
 // bound    latency
-// PDL      waits before reading tokens and positions, which the sampler wrote
+// PDL      waits before reading tokens and positions, which the sampler wrote; triggers at its end, since attention of
+//          the first layer reads rope before its wait and decode_qkv lets it start early
 #include "args_decode.h"
 #include "common.cuh"
 #include "rope.cuh"
@@ -16,7 +17,6 @@
 extern "C" __global__ void __launch_bounds__(256) decode_embed(const __grid_constant__ DecodeEmbedArgs args) {
     constexpr int kPairs = 64;
     pdl_wait();
-    pdl_launch();
     const int row = blockIdx.x, i = threadIdx.x;
     const uint4* from = reinterpret_cast<const uint4*>(args.embedding) + size_t(args.tokens[row]) * 256;
     reinterpret_cast<uint4*>(args.delta)[row * 256 + i] = from[i];
