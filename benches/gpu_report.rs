@@ -1,7 +1,7 @@
 //! What a full-size synthetic Flint takes on this GPU, as CSV: whole steps, single kernels, and the decode loop.
 //!
 //! `gpu_report --synthetic nvfp4|bf16 --date 2026-01-31 [--layers 49] [--vocab 150144] [--contexts 1024,102400]
-//! [--batches 1,8] [--out FILE]`; keys and values of the cache are random, prompts are not run.
+//! [--batches 1,8,64,256] [--out FILE]`; keys and values of the cache are random, prompts are not run.
 //!
 //! With `--prefill 512,8192 [--chunk 8192]` whole prompts instead, in columns of their own.
 

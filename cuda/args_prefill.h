@@ -10,7 +10,7 @@
 
 // prefill_linear (bf16 rows), prefill_logits (f32 rows), prefill_swiglu (panels).
 struct PrefillLinearArgs {
-    const __nv_bfloat16* x;  // panels [x_panels, panel_rows, 64], 16-byte aligned
+    const __nv_bfloat16* x;  // panels [8 k_tiles, panel_rows, 64], 16-byte aligned
     const uint8_t* weights;  // [strips, k_tiles] tiles
     const float2* scales;    // [strips] of rows 0-7 and of rows 8-15; null: `scale` for all
     void* out;            // [T, out_stride] bf16 or f32; swiglu: panels [strips / 8, out_stride, 64]; 16-byte aligned
@@ -18,13 +18,11 @@ struct PrefillLinearArgs {
     uint32_t panel_rows;  // a multiple of 8, at least T
     uint32_t strips;      // swiglu: a multiple of 8
     uint32_t k_tiles;     // k / 512
-    uint32_t x_panels;    // inputs 64 i .. of the product are panel i % x_panels; 8 k_tiles but for the router
     uint32_t out_stride;  // bf16: a multiple of 8; swiglu: panel rows of out, a multiple of 8
     float scale;
-    uint32_t reserved;
 };
-static_assert(sizeof(PrefillLinearArgs) == 64 && offsetof(PrefillLinearArgs, rows) == 32 &&
-              offsetof(PrefillLinearArgs, x_panels) == 48 && offsetof(PrefillLinearArgs, scale) == 56);
+static_assert(sizeof(PrefillLinearArgs) == 56 && offsetof(PrefillLinearArgs, rows) == 32 &&
+              offsetof(PrefillLinearArgs, out_stride) == 48 && offsetof(PrefillLinearArgs, scale) == 52);
 
 // Rows that one expert multiplies at once.
 struct ExpertTile {
@@ -50,7 +48,7 @@ static_assert(sizeof(PrefillExpertsArgs) == 56 && offsetof(PrefillExpertsArgs, s
 
 // prefill_route: the choice of experts.
 struct PrefillRouteArgs {
-    const float* logits;  // [T, 256]
+    const float* logits;  // [T, 3, 256] parts that add up to the logits
     uint32_t* experts;    // [T, 6] ascending
     float* weights;       // [T, 6] of those; they add up to 1
     uint32_t* masks;      // [ceil(T / 32), 256] bit i of [b, e]: row 32 b + i chose expert e

@@ -123,8 +123,7 @@ struct LinearWork {
         return {(i % stack * cluster + rank) * kBlockStrips, row, min(args.rows - row, uint32_t(kMost)), kMost, 0};
     }
     __device__ __forceinline__ const uint8_t* x(uint32_t panel, uint32_t row) const {
-        return reinterpret_cast<const uint8_t*>(args.x) +
-               (size_t(panel % args.x_panels) * args.panel_rows + row) * kPanelRowBytes;
+        return reinterpret_cast<const uint8_t*>(args.x) + (size_t(panel) * args.panel_rows + row) * kPanelRowBytes;
     }
     __device__ __forceinline__ uint32_t k_tiles() const { return args.k_tiles; }
     // A strip behind the end reads the last one, and is not written.

@@ -18,6 +18,7 @@ namespace {
 
 constexpr int kHidden = 2048;
 constexpr int kRouteRows = 32;
+constexpr int kRouterParts = 3;  // BF16 matrices that add up to the router
 constexpr int kGroupThreads = 1024;
 constexpr int kGroupParts = kGroupThreads / kExperts;
 constexpr int kRowThreads = kHidden / 8;
@@ -42,7 +43,14 @@ extern "C" __global__ void __launch_bounds__(kRouteRows * 32)
     pdl_launch();
     __syncthreads();
     if (row < args.rows) {
-        LaneScores scores(args.logits + size_t(row) * kExperts, lane);
+        const float* parts = args.logits + size_t(row) * kRouterParts * kExperts;
+        LaneScores scores(parts, lane);
+#pragma unroll
+        for (int part = 1; part < kRouterParts; ++part) {
+            const LaneScores more(parts + part * kExperts, lane);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) scores.values[i] += more.values[i];
+        }
 #pragma unroll
         for (float& score : scores.values) score = sigmoid(score);
         const Choice choice = choose_experts(scores, lane, [](int, int) {});

@@ -91,25 +91,26 @@ impl TileFormat {
 /// Parts of an fp32 matrix in [`pack_parts`].
 pub const PARTS: usize = 3;
 
-/// An fp32 matrix of `cols` inputs as BF16 tiles of three matrices side by side, `[rows / 16, 3 cols / 512]`: the values
-/// rounded, what that leaves rounded, and what is left then. They add up to the values up to 2^-24 of each, so a product with
-/// all three, in fp32, has the precision of one in fp32.
+/// An fp32 matrix of `cols` inputs as BF16 tiles of three matrices one after the other, `[3, rows / 16, cols / 512]`: the
+/// values rounded, what that leaves rounded, and what is left then. They add up to the values up to 2^-24 of each, so the sum of
+/// their products, in fp32, has the precision of one in fp32.
 ///
 /// # Panics
 /// When it is no whole number of tiles.
 pub fn pack_parts(values: &[f32], cols: usize) -> Vec<u8> {
-    let rows: Vec<Vec<u8>> = values.chunks_exact(cols).map(part_row).collect();
-    let bytes = TileFormat::Bf16.matrix_bytes(rows.len(), PARTS * cols).expect("whole tiles");
+    let rows = values.len() / cols;
+    let bytes = TileFormat::Bf16.matrix_bytes(PARTS * rows, cols).expect("whole tiles");
     let mut tiles = vec![0; bytes];
-    let strips = tiles.chunks_exact_mut(bytes / (rows.len() / TILE_ROWS));
-    for (strip, rows) in strips.zip(rows.chunks_exact(TILE_ROWS)) {
-        TileFormat::Bf16.pack_strip(&std::array::from_fn(|row| rows[row].as_slice()), strip);
+    let strips = tiles.chunks_exact_mut(bytes / (PARTS * rows / TILE_ROWS));
+    let parts = parts(values);
+    for (strip, rows) in strips.zip(parts.chunks_exact(TILE_ROWS * cols * 2)) {
+        TileFormat::Bf16.pack_strip(&std::array::from_fn(|row| &rows[row * cols * 2..][..cols * 2]), strip);
     }
     tiles
 }
 
-/// The parts of a row behind each other.
-fn part_row(values: &[f32]) -> Vec<u8> {
+/// The parts of some values, one after the other.
+fn parts(values: &[f32]) -> Vec<u8> {
     let mut rest = values.to_vec();
     let mut bytes = Vec::with_capacity(PARTS * 2 * values.len());
     for _ in 0..PARTS {
@@ -294,17 +295,22 @@ mod tests {
             .iter()
             .map(|b| f32::from_bits(u32::from_le_bytes(*b) & 0x83FF_FFFF | 0x3C00_0000))
             .collect();
-        let rows: Vec<Vec<f32>> = values
-            .chunks_exact(512)
-            .map(|row| part_row(row).chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect())
-            .collect();
-        for (parts, row) in rows.iter().zip(values.chunks_exact(512)) {
-            for (i, &value) in row.iter().enumerate() {
-                let sum: f64 = (0..PARTS).map(|part| f64::from(parts[part * 512 + i])).sum();
-                assert!((sum - f64::from(value)).abs() <= f64::from(value.abs()) * 2f64.powi(-24), "{value} is {sum}");
-            }
+        let parts: Vec<f32> =
+            parts(&values).chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect();
+        for (i, &value) in values.iter().enumerate() {
+            let sum: f64 = (0..PARTS).map(|part| f64::from(parts[part * values.len() + i])).sum();
+            assert!((sum - f64::from(value)).abs() <= f64::from(value.abs()) * 2f64.powi(-24), "{value} is {sum}");
         }
-        assert_eq!(pack_parts(&values, 512).len(), TileFormat::Bf16.matrix_bytes(16, 3 * 512).unwrap());
+        // Their tiles are those of matrices one after the other.
+        let packed = pack_parts(&values, 512);
+        let bytes: Vec<u8> = parts.iter().flat_map(|&part| bf16::from_f32(part).to_le_bytes()).collect();
+        let strips = packed.chunks_exact(packed.len() / PARTS);
+        assert_eq!(packed.len(), PARTS * TileFormat::Bf16.matrix_bytes(16, 512).unwrap());
+        for (strip, rows) in strips.zip(bytes.chunks_exact(16 * 512 * 2)) {
+            let mut expected = vec![0; strip.len()];
+            TileFormat::Bf16.pack_strip(&std::array::from_fn(|row| &rows[row * 1024..][..1024]), &mut expected);
+            assert_eq!(strip, expected);
+        }
     }
 
     #[test]

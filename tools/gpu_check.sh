@@ -57,7 +57,7 @@ rust_tests() { # the test binaries
 if [[ $part == sanitize ]]; then
     # Whole models take hours under it, and their kernels are those of the other tests.
     for tool in memcheck racecheck initcheck; do
-        for test in $(rust_tests | grep -vE '/gpu_(model|load)$'); do
+        for test in $(rust_tests | grep -vE '/gpu_(batch|model|load)$'); do
             run "${tool}_$(basename "$test")" compute-sanitizer --tool "$tool" --error-exitcode 1 "$test" --ignored --test-threads=1
         done
     done
@@ -79,6 +79,9 @@ fi
 if [[ $part != tests ]]; then
     for format in nvfp4 bf16; do
         run "bench_$format" "$here/gpu_report" --synthetic "$format" --date "$(date -I)" --out "$out/$format.csv" "$@"
+        # Large steps have their memory for 256 sequences, which long contexts do not leave. Options ask for something else.
+        [[ $# -gt 0 ]] || run "batches_$format" "$here/gpu_report" --synthetic "$format" --date "$(date -I)" \
+            --contexts 1024 --batches 16,32,64,128,256 --out "$out/batches_$format.csv"
         run "python_$format" python3 "$here/gpu_python.py" --synthetic "$format" --out "$out/python.csv"
     done
 fi

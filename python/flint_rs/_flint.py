@@ -47,9 +47,9 @@ class Flint(Model):
         dtype: Of activations. `"bfloat16"` rounds where Flint's own implementation rounds, `"float32"` nowhere, which
             the CPU alone does.
         threads: Of the CPU; `None` takes one a core.
-        max_sequences: Sequences that the GPU runs at a time, 1 to 256, and sets memory aside for; more wait for a place.
-            While at most 8 run, what each gives is the same to the last bit in any company. A step of 9 to 256 adds in
-            another order, the same for all of these numbers: a near tie may then fall otherwise than in a small step.
+        max_sequences: Sequences that the GPU runs at a time, 1 to 256, and sets memory aside for; more wait for a
+            place. While at most 8 run, what each gives is the same to the last bit in any company. A step of 9 to 256
+            adds in another order, the same for all of these numbers: a near tie may then fall otherwise.
         context_tokens: Most tokens of a sequence. `None` takes the model's context length, cut to what fits the GPU's
             memory, which the line above then says.
 

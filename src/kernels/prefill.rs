@@ -7,7 +7,7 @@ use super::{
     Kernel, Launch,
     decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN, distinct_experts},
 };
-use crate::tiles::{TILE_COLS, TILE_ROWS, TileFormat};
+use crate::tiles::{PARTS, TILE_COLS, TILE_ROWS, TileFormat};
 
 /// Inputs of a panel, see `cuda/panel.cuh`.
 pub const PANEL: usize = 64;
@@ -29,7 +29,7 @@ const GATHER_SINGLY: usize = 1024;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PrefillLinearArgs {
-    /// Panels `[x_panels, panel_rows, 64]` bf16; a multiple of 16.
+    /// Panels `[8 k_tiles, panel_rows, 64]` bf16; a multiple of 16.
     pub x: u64,
     /// `[strips, k_tiles]` tiles.
     pub weights: u64,
@@ -45,14 +45,10 @@ pub struct PrefillLinearArgs {
     pub strips: u32,
     /// Inputs / 512.
     pub k_tiles: u32,
-    /// Inputs 64 i .. of the product are panel i % `x_panels`: `8 k_tiles` but for the router.
-    pub x_panels: u32,
     /// Values from one row of `out` to the next, of bf16 a multiple of 8; of [`SWIGLU`] rows of a panel of `out`.
     pub out_stride: u32,
     /// Without `scales`.
     pub scale: f32,
-    /// Fills the struct.
-    pub reserved: u32,
 }
 
 /// The argument of [`EXPERTS_UP`] and [`EXPERTS_DOWN`].
@@ -81,7 +77,7 @@ pub struct PrefillExpertsArgs {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PrefillRouteArgs {
-    /// `[T, 256]` f32.
+    /// `[T, 3, 256]` f32, parts that add up to the logits.
     pub logits: u64,
     /// `[T, 6]` u32 ascending, written.
     pub experts: u64,
@@ -160,10 +156,10 @@ pub struct PrefillCombineArgs {
 }
 
 const _: () = assert!(
-    size_of::<PrefillLinearArgs>() == 64
+    size_of::<PrefillLinearArgs>() == 56
         && offset_of!(PrefillLinearArgs, rows) == 32
-        && offset_of!(PrefillLinearArgs, x_panels) == 48
-        && offset_of!(PrefillLinearArgs, scale) == 56
+        && offset_of!(PrefillLinearArgs, out_stride) == 48
+        && offset_of!(PrefillLinearArgs, scale) == 52
         && size_of::<PrefillExpertsArgs>() == 56
         && offset_of!(PrefillExpertsArgs, sorted_rows) == 48
         && size_of::<PrefillRouteArgs>() == 40
@@ -406,7 +402,8 @@ impl Products {
         };
         let weights = strips * args.k_tiles as usize * format.tile_bytes();
         let shape = Shape::of(product, format, way);
-        let bytes = weights + rows * (args.x_panels as usize * PANEL_ROW_BYTES + strips * out);
+        let x = TILE_PANELS * args.k_tiles as usize * PANEL_ROW_BYTES;
+        let bytes = weights + rows * (x + strips * out);
         (product.kernel(format, way), self.launch(shape, shape.units(args), bytes))
     }
 
@@ -508,7 +505,7 @@ pub fn prefill_route_launch(rows: usize) -> Launch {
         grid: [masks as u32, 1, 1],
         block: 1024,
         shared_bytes: 0,
-        bytes: (4 * (rows * (EXPERTS + 2 * CHOSEN) + masks * EXPERTS)) as u64,
+        bytes: (4 * (rows * (PARTS * EXPERTS + 2 * CHOSEN) + masks * EXPERTS)) as u64,
     }
 }
 
@@ -541,7 +538,7 @@ mod tests {
     const FORMATS: [TileFormat; 2] = [TileFormat::Nvfp4, TileFormat::Bf16];
 
     fn args(strips: u32, k_tiles: u32, rows: u32) -> PrefillLinearArgs {
-        PrefillLinearArgs { strips, k_tiles, rows, x_panels: 8 * k_tiles, ..PrefillLinearArgs::default() }
+        PrefillLinearArgs { rows, strips, k_tiles, ..PrefillLinearArgs::default() }
     }
 
     #[test]

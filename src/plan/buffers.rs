@@ -9,6 +9,7 @@ use crate::{
         decode_attention_partial_bytes,
         prefill::{ROWS_STEP, expert_tiles, sorted_rows},
     },
+    tiles::PARTS,
 };
 
 /// Alignment of everything that is placed.
@@ -205,7 +206,7 @@ prefill_buffers! {
     attn,
     /// Panels `[dense / 64, T, 64]` bf16.
     act_dense,
-    /// `[T, E]` f32.
+    /// `[T, 3, E]` f32, of the router's parts.
     router_logits,
     /// `[T, K]` u32.
     chosen,
@@ -250,7 +251,7 @@ impl PrefillBuffers {
             qkv: attention.take(rows * (config.n_heads + 2 * config.n_kv_heads) * hd * 2),
             attn: attention.take(rows * config.n_heads * hd * 2),
             act_dense: dense.take(rows * config.dense_intermediate_size * 2),
-            router_logits: moe.take(rows * EXPERTS * 4),
+            router_logits: moe.take(rows * PARTS * EXPERTS * 4),
             chosen: moe.take(rows * CHOSEN * 4),
             chosen_weights: moe.take(rows * CHOSEN * 4),
             masks: moe.take(words * 4),

@@ -66,7 +66,7 @@ pub enum FastMlp {
     Moe {
         /// `[E, D]` f32.
         router: u64,
-        /// `[E / 16, 3 D / 512]` BF16 tiles of three matrices side by side that add up to the same, for prefill.
+        /// `[3 E / 16, D / 512]` BF16 tiles of three matrices that add up to the same, for products over many rows.
         router_parts: u64,
         /// `[shared / 8, D / 512]` tiles.
         shared_up: Packed,

@@ -10,7 +10,7 @@ use crate::{
         PrefillEmbedArgs, PrefillKvArgs, PrefillNormArgs, PrefillTile,
         decode::EXPERTS,
         prefill::{
-            self, PANEL, PREFILL_COMBINE, PREFILL_GATHER, PREFILL_GROUP, PREFILL_ROUTE, PrefillCombineArgs,
+            self, PREFILL_COMBINE, PREFILL_GATHER, PREFILL_GROUP, PREFILL_ROUTE, PrefillCombineArgs,
             PrefillExpertsArgs, PrefillGatherArgs, PrefillGroupArgs, PrefillLinearArgs, PrefillRouteArgs, Products,
             ROWS_STEP, prefill_combine_launch, prefill_gather_launch, prefill_group_launch, prefill_route_launch,
         },
@@ -22,9 +22,9 @@ use crate::{
 /// Tokens of a tile of attention.
 const TILE_TOKENS: usize = 16;
 
-/// Bytes of the tiles of a router's parts, side by side.
+/// Bytes of the tiles of a router's parts.
 pub(super) fn router_bytes(n_experts: usize, d: usize) -> usize {
-    TileFormat::Bf16.matrix_bytes(n_experts, PARTS * d).expect("the path asks for whole tiles")
+    TileFormat::Bf16.matrix_bytes(PARTS * n_experts, d).expect("the path asks for whole tiles")
 }
 
 /// Attention's tiles.
@@ -160,10 +160,8 @@ impl<'a> Builder<'a> {
             panel_rows: self.panel_rows() as u32,
             strips: strips as u32,
             k_tiles: (inputs / TILE_COLS) as u32,
-            x_panels: (inputs / PANEL) as u32,
             out_stride: out_stride as u32,
             scale: 1.0,
-            reserved: 0,
         }
     }
 
@@ -281,10 +279,9 @@ impl<'a> Builder<'a> {
         let sorted_rows = prefill::sorted_rows(self.rows) as u32;
         let columns = self.products.expert_columns(self.rows);
 
-        // The parts of the router stand side by side, and each meets the same inputs.
-        let parts =
-            self.linear_args(b.normed, w + router_parts, EXPERTS / TILE_ROWS, PARTS * d, (b.router_logits, EXPERTS));
-        let args = PrefillLinearArgs { x_panels: (d / PANEL) as u32, ..parts };
+        // Below each other, so that more multiprocessors have a unit; the choice adds their logits.
+        let parts = PARTS * EXPERTS;
+        let args = self.linear_args(b.normed, w + router_parts, parts / TILE_ROWS, d, (b.router_logits, parts));
         let launch = self.products.logits(TileFormat::Bf16, &args);
         steps.push(step(Operation::Router, index, launch, Args::PrefillLinear(args)));
         let args = PrefillRouteArgs {

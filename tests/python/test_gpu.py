@@ -104,6 +104,25 @@ def test_a_list_runs_together_and_changes_nothing(gpu: Flint) -> None:
     assert "".join(event.text for event in events) == alone[0].text
 
 
+def test_many_prompts_of_many_lengths_run_together(gpu: Flint) -> None:
+    # The small model takes the general path, whose kernels are the same for any number of rows.
+    prompts = [TEXT[: 10 + 7 * i] + str(i) for i in range(60)]
+    each = [{"seed": i, "max_tokens": 5 + i % 30, "ignore_eos": True} for i in range(60)]
+    alone = [gpu.generate(prompt, **options).token_ids for prompt, options in zip(prompts, each, strict=True)]
+    with Flint(flint_rs.SMALL_MODEL, device="cuda", max_sequences=40, context_tokens=1024) as flint:
+        found: dict[int, list[int]] = {}
+
+        def work(i: int) -> None:
+            found[i] = flint.generate(prompts[i], **each[i]).token_ids
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(60)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [found[i] for i in range(60)] == alone
+
+
 def test_streams_of_threads_do_not_touch_each_other(gpu: Flint) -> None:
     expected = {prompt: gpu.generate(prompt, seed=3, max_tokens=60).token_ids for prompt in PROMPTS}
     found: dict[str, list[int]] = {}
