@@ -85,7 +85,7 @@ buffers! {
     attn,
     /// Partial results of attention.
     attn_partial,
-    /// `[8, G]` u32, zero between launches.
+    /// `[8, H]` u32, zero between launches.
     attn_counters,
     /// `[R, E]` f32: the router's scores, or its logits on the general path.
     router_scores,
@@ -125,7 +125,7 @@ impl Buffers {
         let mut take = |n: usize, width: usize, element_bytes: usize| space.take(n * width * element_bytes);
         let tokens = take(MAX_ROWS, 2, 4);
         let blocks = [(); 2].map(|()| take(MAX_ROWS, table_stride, 4));
-        let counters = take(MAX_ROWS, kv_heads, 4);
+        let counters = take(MAX_ROWS, heads, 4);
         let mut sampler = |width: usize, element_bytes: usize| take(MAX_ROWS, width, element_bytes);
         let sample_rows = sampler(SAMPLE_ROW_BYTES, 1);
         let sample_masks = sampler(2 * limits.vocab_tokens.div_ceil(32), 4);
