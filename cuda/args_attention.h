@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-// Most parts that the positions of a row are divided into.
-constexpr uint32_t kAttentionParts = 32;
+// Most parts that the positions of a row are divided into: with 4 KV heads, one for each multiprocessor of an H200.
+constexpr uint32_t kAttentionParts = 33;
 
 struct DecodeAttentionArgs {
     const void* qkv;            // [B, (8 + 2) G, 128] bf16: q, k, v as projected; 16-byte aligned
@@ -18,7 +18,7 @@ struct DecodeAttentionArgs {
     const float* sinks;         // [8 G]
     void* attn;                 // [B, 8 G, 128] bf16, or panels of panel.cuh; 8-byte aligned
     float* partial;             // [B, G, kAttentionParts, 8, 132], 16-byte aligned; null with a window
-    uint32_t* counters;         // [B, G], zero before and after; null with a window
+    uint32_t* counters;         // [B, 8 G], zero before and after; null with a window
     uint64_t block_stride;      // bf16 values from a block to the next
     uint32_t table_stride;
     uint32_t window;  // positions seen, the new one included; 0: all

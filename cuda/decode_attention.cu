@@ -13,12 +13,12 @@
 // out      attn  [B, 8 G, 128] bf16, with panel_rows in panels of panel.cuh
 // p is rounded to bf16 for the product with v, relative to the maximum that its warp has seen; all else is fp32.
 //
-// launch   decode_attention: any grid of 256 threads. The positions of a row and KV head are divided into up to
-//          kAttentionParts parts, and the blocks take parts of all rows in turn; at most 256 rows.
+// launch   decode_attention: grid (G, any number) of 256 threads. The positions of a row are divided into up to
+//          kAttentionParts parts, and the blocks of a KV head take parts of all rows in turn; at most 256 rows.
 //          decode_attention_window: grid (8, G, B) of 160 threads in clusters of 8. No dynamic shared memory.
 // order    Tiles of 32 or 16 positions go to the warps of a block or cluster in turn, behind the last tile the new
-//          position. Warps, then blocks, then parts merge in ascending order, and the sink comes last. All of it
-//          depends on the token's own position alone.
+//          position; parts are whole rounds of warps. Warps, then blocks, then parts merge in ascending order, and the
+//          sink comes last. All of it depends on the token's own position alone.
 // bound    memory: 512 bytes a position seen and KV head; latency below some thousand positions
 // PDL      the first tile of each warp is requested before the wait; triggers right after it
 //
@@ -74,12 +74,17 @@ struct Heads {
     // Dims 32 s + 8 t .. + 7 of head g, anew for each tile: registers are for keys and values.
     __device__ __forceinline__ uint4 get(int s, int g, int t) const {
         uint4 x;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                      : "r"(uint32_t(__cvta_generic_to_shared(&rows[g][32 * s + 8 * t])))
                      : "memory");
         return x;
     }
+};
+
+// What a block attends to: a row, a KV head, and which of how many parts.
+struct Work {
+    uint32_t row, kv_head, part, parts;
 };
 
 template <typename Shape>
@@ -98,14 +103,17 @@ struct Shared {
     alignas(16) float4 rank_out[kHeads][kRanks][kHeadDim / 4];
     float2 rank_stats[kHeads][kRanks];
     ClusterBox box;
-    bool is_last;
+    Work work;
 };
 
-// What one warp holds of a tile of 16 J positions.
+// What one warp holds of a tile of 16 J positions. Cleared where it is not loaded: the compiler would carry it from one
+// part of a block to the next, in registers that others need meanwhile.
 template <int J>
 struct Tile {
     uint4 k[J][2][4];         // [j][i][s]: dims 32 s + 8 t .. of the key in row g of part (j, i)
     uint32_t v[8][2][2 * J];  // [m][h]: positions 4 J t .. of dim 16 m + 8 h + g
+
+    __device__ __forceinline__ void clear() { *this = {}; }
 
     // From the tile's part of K, then of V.
     __device__ __forceinline__ void load_k(const __nv_bfloat16* part, int g, int t) {
@@ -127,20 +135,25 @@ struct Tile {
     }
 };
 
-// Where a KV head of this layer lies.
+// Where a KV head of a row lies.
 struct Cache {
-    const uint32_t* blocks;  // of the row
-    __nv_bfloat16* kv;       // of the head in block 0
-    uint64_t block_stride;
-    int v_offset;
+    const DecodeAttentionArgs& args;
+    uint32_t blocks, head;  // offsets in args.blocks and args.kv
 
-    __device__ __forceinline__ __nv_bfloat16* k(uint32_t block, int position) const {
-        return kv + block * block_stride + position % kBlock * kHeadDim;
+    __device__ __forceinline__ Cache(const DecodeAttentionArgs& args, uint32_t row, uint32_t kv_head)
+        : args(args), blocks(row * args.table_stride), head(kv_head * kPartHead) {}
+    __device__ __forceinline__ __nv_bfloat16* at(uint32_t block, uint32_t offset) const {
+        return static_cast<__nv_bfloat16*>(args.kv) + (block * args.block_stride + (head + offset));
     }
-    __device__ __forceinline__ __nv_bfloat16* v(uint32_t block, int position) const {
-        return kv + block * block_stride + v_offset + position % kBlock;
+    __device__ __forceinline__ __nv_bfloat16* k(uint32_t block, uint32_t position) const {
+        return at(block, position % kBlock * kHeadDim);
     }
-    __device__ __forceinline__ uint32_t block_of(int position) const { return blocks[position / kBlock]; }
+    __device__ __forceinline__ __nv_bfloat16* v(uint32_t block, uint32_t position) const {
+        return at(block, args.kv_heads * kPartHead + position % kBlock);
+    }
+    __device__ __forceinline__ uint32_t block_of(uint32_t position) const {
+        return args.blocks[blocks + position / kBlock];
+    }
 };
 
 // Over 16 lanes; every lane gets the same bits.
@@ -165,6 +178,10 @@ struct Turn {
         if (rope != nullptr) {
             read_8(rope + half, cos);
             read_8(rope + kHeadDim / 2 + half, sin);
+        } else {
+            // As in Tile.
+#pragma unroll
+            for (int i = 0; i < 8; ++i) cos[i] = sin[i] = 0;
         }
     }
 
@@ -329,12 +346,11 @@ struct Merged {
     float sum;
 };
 
-__device__ __forceinline__ void add_scaled(Merged& to, const float4& out, float sum, float weight) {
-    to.sum += sum * weight;
-    to.out.x += out.x * weight;
-    to.out.y += out.y * weight;
-    to.out.z += out.z * weight;
-    to.out.w += out.w * weight;
+__device__ __forceinline__ void add_scaled(float4& to, const float4& out, float weight) {
+    to.x += out.x * weight;
+    to.y += out.y * weight;
+    to.z += out.z * weight;
+    to.w += out.w * weight;
 }
 
 // Of kN results whose sums of p v and whose maxima with sums of p the functions give.
@@ -350,40 +366,67 @@ __device__ __forceinline__ Merged merge(Out out_of, Stats stats_of) {
         to.max = fmaxf(to.max, stats[i].x);
     }
 #pragma unroll
-    for (int i = 0; i < kN; ++i) add_scaled(to, x[i], stats[i].y, exp2_fast(stats[i].x - to.max));
+    for (int i = 0; i < kN; ++i) {
+        const float weight = exp2_fast(stats[i].x - to.max);
+        to.sum += stats[i].y * weight;
+        add_scaled(to.out, x[i], weight);
+    }
     return to;
 }
 
-// Of the parts of a head, kPartial values each, the next kGroup * kPartial further on. A lane holds a part's maximum
-// and sum of p.
-__device__ __forceinline__ Merged merge_parts(const float* partial, int parts, int lane) {
-    constexpr int kInFlight = 16, kStep = kGroup * kPartial;
-    static_assert(kAttentionParts == 32);
-    float2 stats = make_float2(kLowest, 0);
-    if (lane < parts) stats = __ldcg(reinterpret_cast<const float2*>(partial + lane * kStep + kHeadDim));
-    Merged to{make_float4(0, 0, 0, 0), stats.x, 0};
+// Of the parts of a head, kPartial values each, the next kGroup * kPartial further on. A lane holds the maximum and the
+// sum of p of every 32nd part.
+__device__ __forceinline__ Merged merge_parts(const float* partial, int parts) {
+    // Asked for anew, or addresses made of it would fill registers from before the first part.
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    constexpr int kInFlight = 16, kStep = kGroup * kPartial, kHeld = (kAttentionParts + 31) / 32;
+    auto out_of = [&](int part) { return __ldcg(reinterpret_cast<const float4*>(partial + part * kStep) + lane); };
+    float2 stats[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+        const int part = 32 * i + lane;
+        stats[i] = make_float2(kLowest, 0);
+        if (part < parts) stats[i] = __ldcg(reinterpret_cast<const float2*>(partial + part * kStep + kHeadDim));
+    }
+    float4 x[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) x[i] = i < parts ? out_of(i) : make_float4(0, 0, 0, 0);
+    Merged to{make_float4(0, 0, 0, 0), kLowest, 0};
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) to.max = fmaxf(to.max, stats[i].x);
 #pragma unroll
     for (int i = 16; i > 0; i /= 2) to.max = fmaxf(to.max, __shfl_xor_sync(~0u, to.max, i));
-    const float weight = exp2_fast(stats.x - to.max);
-    for (int first = 0; first < parts; first += kInFlight) {
-        float4 x[kInFlight];
+    float weight[kHeld];
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
-            const float4* from = reinterpret_cast<const float4*>(partial + (first + i) * kStep) + lane;
-            x[i] = first + i < parts ? __ldcg(from) : make_float4(0, 0, 0, 0);
-        }
+    for (int i = 0; i < kHeld; ++i) {
+        weight[i] = exp2_fast(stats[i].x - to.max);
+        to.sum += stats[i].y * weight[i];
+    }
+    to.sum = warp_sum(to.sum);
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
-            const float sum = __shfl_sync(~0u, stats.y, first + i);
-            add_scaled(to, x[i], sum, __shfl_sync(~0u, weight, first + i));
+    for (int held = 0; held < kHeld; ++held) {
+#pragma unroll 1
+        for (int first = 32 * held; first < 32 * held + 32; first += kInFlight) {
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+                const int part = first + i;
+                if (part >= parts) return to;
+                add_scaled(to.out, x[i], __shfl_sync(~0u, weight[held], part % 32));
+                if (part + kInFlight < parts) x[i] = out_of(part + kInFlight);
+            }
         }
     }
     return to;
 }
 
+// What this thread wrote before, and what it knows of others', is seen by who sees what it writes after; and the
+// reverse.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // bf16(out / (sum + exp2(sink - max))), through the larger maximum, for dims 4 lane to 4 lane + 3 of a head.
-__device__ __forceinline__ void store_attn(const DecodeAttentionArgs& args, const Merged& x, float sink, int row,
-                                           int head, int lane) {
+__device__ __forceinline__ void store_attn(const DecodeAttentionArgs& args, const Merged& x, float sink, uint32_t row,
+                                           uint32_t head, int lane) {
     const float top = fmaxf(x.max, sink);
     const float share = exp2_fast(x.max - top);
     const float scale = share / (x.sum * share + exp2_fast(sink - top));
@@ -400,104 +443,119 @@ __device__ __forceinline__ void store_attn(const DecodeAttentionArgs& args, cons
 // A row's tiles from its first visible position to its last cached one, and the parts that they are divided into.
 template <typename Shape>
 struct Span {
-    int position, start, first_tile, tiles, parts;
+    int position, start, first_tile, tiles, part_tiles;
+    uint32_t parts;
 
     __device__ __forceinline__ Span(int position, int window) : position(position) {
+        constexpr uint32_t kWarps = Shape::kWarps;
         start = window == 0 ? 0 : max(0, position + 1 - window);
         first_tile = start / Shape::kTile;
         tiles = start < position ? (position + Shape::kTile - 1) / Shape::kTile - first_tile : 0;
-        // A warp takes one tile before it is worth to divide them.
-        parts = Shape::kCluster > 1 ? 1 : min(max(tiles / Shape::kWarps, 1), int(kAttentionParts));
+        parts = 1, part_tiles = tiles;
+        if constexpr (Shape::kCluster == 1) {
+            // In rounds, a tile for every warp. The part with the most decides, and every part has to be merged: as
+            // few as leave none a round more.
+            const uint32_t rounds = max((tiles + kWarps - 1) / kWarps, 1);
+            const uint32_t most = (rounds + kAttentionParts - 1) / kAttentionParts;
+            parts = (rounds + most - 1) / most;
+            part_tiles = most * kWarps;
+        }
     }
+
+    // Where a part begins and the one before ends.
+    __device__ __forceinline__ int begin(int part) const { return first_tile + min(part * part_tiles, tiles); }
 };
 
 // Attention of a row and KV head to a part of what it sees. The first of a block waits for the kernel before. Begins
 // after all threads of the block have met.
 template <typename Shape>
 __device__ __forceinline__ void attend(Shared<Shape>& shared, const DecodeAttentionArgs& args, const Span<Shape>& span,
-                                       int row, int kv_head, int part, bool first) {
+                                       const Work& work, bool first) {
     using S = Shared<Shape>;
-    constexpr int kTile = Shape::kTile, kWarps = Shape::kWarps, kRanks = S::kRanks, kSlots = kRanks * kWarps;
+    constexpr int kTile = Shape::kTile, kWarps = Shape::kWarps, kRanks = S::kRanks, kSlots = kRanks * kWarps,
+                  kStep = kSlots * kTile;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int rank = kRanks == 1 ? 0 : blockIdx.x % kRanks;
-    const int kv_heads = args.kv_heads;
-    const int start = span.start, position = span.position;
+    const uint32_t kv_heads = args.kv_heads;
+    const int start = span.start;
 
-    const Cache cache{args.blocks + uint64_t(row) * args.table_stride,
-                      static_cast<__nv_bfloat16*>(args.kv) + kv_head * kPartHead, args.block_stride,
-                      kv_heads * kPartHead};
-    const int begin = span.first_tile + part * span.tiles / span.parts;
-    const int end = span.first_tile + (part + 1) * span.tiles / span.parts;
-    int index = begin + rank * kWarps + warp;
+    const Cache cache(args, work.row, work.kv_head);
+    const int first_tile = span.begin(work.part), end_tile = span.begin(work.part + 1);
+    // Positions: of this warp's next tile, and behind the last of this part.
+    int at = (first_tile + rank * kWarps + warp) * kTile;
+    const int end = min(end_tile * kTile, span.position);
 
     // A head for every 16 lanes: q of the group, then k.
     const int head16 = threadIdx.x / 16, lane16 = threadIdx.x % 16;
     const bool is_q = head16 < kGroup;
-    const float* rope = args.rope == nullptr ? nullptr : args.rope + row * kHeadDim;
+    const float* rope = args.rope == nullptr ? nullptr : args.rope + work.row * kHeadDim;
+    // The table first: what follows fills the time until the block is known.
+    uint32_t block = 0, next_block = 0;
+    if (at < end) block = cache.block_of(at);
+    if (at + kStep < end) next_block = cache.block_of(at + kStep);
     Turn turn;
     turn.load(is_q ? args.q_norm : args.k_norm, rope, lane16);
-    const float sink = threadIdx.x < kGroup ? args.sinks[kGroup * kv_head + threadIdx.x] : 0;
+    const float sink = threadIdx.x < kGroup ? args.sinks[kGroup * work.kv_head + threadIdx.x] : 0;
     Tile<kTile / 16> tile;
-    uint32_t next_block = 0;
-    if (index < end) {
-        const uint32_t block = cache.block_of(index * kTile);
-        tile.load_k(cache.k(block, index * kTile), g, t);
-        tile.load_v(cache.v(block, index * kTile), g, t);
+    if (at < end) {
+        tile.load_k(cache.k(block, at), g, t);
+        tile.load_v(cache.v(block, at), g, t);
+    } else {
+        tile.clear();
     }
-    if (index + kSlots < end) next_block = cache.block_of((index + kSlots) * kTile);
     // Behind the last tile comes the new position.
-    const int behind = (end - begin) % kSlots - rank * kWarps;
-    const bool has_new = part == span.parts - 1 && behind >= 0 && behind < kWarps;
-    const uint32_t new_block = has_new ? cache.block_of(position) : 0;
+    const int behind = (end_tile - first_tile) % kSlots - rank * kWarps;
+    const bool has_new = work.part == work.parts - 1 && behind >= 0 && behind < kWarps;
+    const uint32_t new_block = has_new ? cache.block_of(span.position) : 0;
     if (first) {
         pdl_wait();
         pdl_launch();
     }
 
     const __nv_bfloat16* qkv =
-        static_cast<const __nv_bfloat16*>(args.qkv) + uint64_t(row) * (kGroup + 2) * kv_heads * kHeadDim;
+        static_cast<const __nv_bfloat16*>(args.qkv) + uint64_t(work.row) * (kGroup + 2) * kv_heads * kHeadDim;
     static_assert(2 * kWarps > kGroup);
     if (warp < kGroup / 2 + has_new) {
         // q of the group, k, and v in a warp with k.
-        const int head = is_q ? kGroup * kv_head + head16 : head16 * kv_heads + kv_head;
+        const int head = is_q ? kGroup * work.kv_head + head16 : head16 * kv_heads + work.kv_head;
         const uint4 raw = *reinterpret_cast<const uint4*>(qkv + head * kHeadDim + 8 * lane16);
         const uint4 x = turn.apply(raw, args.eps, rope != nullptr, lane16);
         if (is_q) {
             shared.q.put(head16, 8 * lane16, x);
         } else if (head16 == kGroup) {
             *reinterpret_cast<uint4*>(&shared.k[8 * lane16]) = x;
-            *reinterpret_cast<uint4*>(cache.k(new_block, position) + 8 * lane16) = x;
+            *reinterpret_cast<uint4*>(cache.k(new_block, span.position) + 8 * lane16) = x;
         } else {
             *reinterpret_cast<uint4*>(&shared.v[8 * lane16]) = raw;
         }
     }
     if (threadIdx.x < kGroup) shared.sink[threadIdx.x] = sink * kLog2e;
+    if (threadIdx.x == 0) shared.work = work;
     __syncthreads();
 
     Softmax soft;
     if (has_new && warp == behind) {
         // Apart from the tiles: what they load of it is stale, and masked.
         soft.start(dot(shared.q, shared.k, g, t), shared.v, g, t);
-        __nv_bfloat16* to = cache.v(new_block, position);
+        __nv_bfloat16* to = cache.v(new_block, span.position);
         for (int d = lane; d < kHeadDim; d += 32) to[d * kBlock] = shared.v[d];
     } else {
         soft.clear();
     }
-    for (; index < end; index += kSlots) {
+    for (; at < end; at += kStep) {
         float score[kTile / 16][4];
         multiply_k(score, tile, shared.q, g, t);
-        const int at = index * kTile, next = at + kSlots * kTile;
-        const uint32_t block = next_block;
-        const bool more = index + kSlots < end;
-        if (more) {
+        const int next = at + kStep;
+        block = next_block;
+        if (next < end) {
             tile.load_k(cache.k(block, next), g, t);
-            if (index + 2 * kSlots < end) next_block = cache.block_of(next + kSlots * kTile);
+            if (next + kStep < end) next_block = cache.block_of(next + kStep);
         }
         uint32_t p[kTile / 16][2];
-        soften(soft, score, p, at, start, position, g);
-        if (at < start || at + kTile > position) mask_v(tile, at, start, position, t);
+        soften(soft, score, p, at, start, end, g);
+        if (at < start || at + kTile > end) mask_v(tile, at, start, end, t);
         multiply_v(soft, tile, p);
-        if (more) tile.load_v(cache.v(block, next), g, t);
+        if (next < end) tile.load_v(cache.v(block, next), g, t);
     }
 
     // The block's warps.
@@ -517,6 +575,8 @@ __device__ __forceinline__ void attend(Shared<Shape>& shared, const DecodeAttent
         }
     }
     __syncthreads();
+    // Anew: registers were for keys and values.
+    const Work done = shared.work;
     auto of_warps = [&](int head) {
         return merge<kWarps>([&](int w) { return *reinterpret_cast<const float4*>(&shared.out[w][head][4 * lane]); },
                              [&](int w) { return make_float2(shared.max[w][head], shared.sum[w][head]); });
@@ -535,38 +595,31 @@ __device__ __forceinline__ void attend(Shared<Shape>& shared, const DecodeAttent
             const Merged x = merge<kRanks>([&](int r) { return shared.rank_out[i][r][lane]; },
                                            [&](int r) { return shared.rank_stats[i][r]; });
             const int head = rank * S::kHeads + i;
-            store_attn(args, x, shared.sink[head], row, kGroup * kv_head + head, lane);
+            store_attn(args, x, shared.sink[head], done.row, kGroup * done.kv_head + head, lane);
         }
         return;
     }
 
-    float* partial = args.partial + (uint64_t(row) * kv_heads + kv_head) * kAttentionParts * kGroup * kPartial;
+    // The parts: of each head, the last to be there finds the others' in memory.
+    const uint64_t group = uint64_t(done.row) * args.kv_heads + done.kv_head;
+    float* partial = args.partial + group * kAttentionParts * kGroup * kPartial;
     for (int head = warp; head < kGroup; head += kWarps) {
-        const Merged x = of_warps(head);
-        if (span.parts == 1) {
-            store_attn(args, x, shared.sink[head], row, kGroup * kv_head + head, lane);
-        } else {
-            float* to = partial + (part * kGroup + head) * kPartial;
+        Merged x = of_warps(head);
+        if (done.parts > 1) {
+            float* to = partial + (done.part * kGroup + head) * kPartial;
             __stcg(reinterpret_cast<float4*>(to) + lane, x.out);
             if (lane == 0) __stcg(reinterpret_cast<float2*>(to + kHeadDim), make_float2(x.max, x.sum));
+            __syncwarp();
+            fence_gpu();
+            uint32_t* counter = args.counters + group * kGroup + head;
+            const uint32_t before = lane == 0 ? atomicAdd(counter, 1u) : 0;
+            if (__shfl_sync(~0u, before, 0) != done.parts - 1) continue;
+            fence_gpu();
+            __syncwarp();
+            if (lane == 0) *counter = 0;
+            x = merge_parts(partial + head * kPartial, done.parts);
         }
-    }
-    if (span.parts == 1) return;
-
-    // The parts: the last to be there finds the others' in memory.
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        uint32_t* counter = args.counters + row * kv_heads + kv_head;
-        shared.is_last = atomicAdd(counter, 1u) == uint32_t(span.parts - 1);
-        if (shared.is_last) *counter = 0;
-    }
-    __syncthreads();
-    if (!shared.is_last) return;
-    __threadfence();
-    for (int head = warp; head < kGroup; head += kWarps) {
-        const Merged x = merge_parts(partial + head * kPartial, span.parts, lane);
-        store_attn(args, x, shared.sink[head], row, kGroup * kv_head + head, lane);
+        store_attn(args, x, shared.sink[head], done.row, kGroup * done.kv_head + head, lane);
     }
 }
 
@@ -576,18 +629,19 @@ extern "C" __global__ void __launch_bounds__(32 * All::kWarps, 1)
     decode_attention(const __grid_constant__ DecodeAttentionArgs args) {
     constexpr int kMostRows = 32 * All::kWarps;
     __shared__ Shared<All> shared;
-    __shared__ int positions[kMostRows], ends[kMostRows], totals[All::kWarps];
+    __shared__ int positions[kMostRows];
+    __shared__ uint32_t ends[kMostRows], totals[All::kWarps];
 
     // Parts of all rows up to and including this thread's.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int parts = 0;
+    uint32_t parts = 0;
     if (threadIdx.x < args.rows) {
         positions[threadIdx.x] = args.positions[threadIdx.x];
         parts = Span<All>(positions[threadIdx.x], 0).parts;
     }
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) {
-        const int lower = __shfl_up_sync(~0u, parts, i);
+        const uint32_t lower = __shfl_up_sync(~0u, parts, i);
         if (lane >= i) parts += lower;
     }
     if (lane == 31) totals[warp] = parts;
@@ -595,12 +649,12 @@ extern "C" __global__ void __launch_bounds__(32 * All::kWarps, 1)
     for (int w = 0; w < warp; ++w) parts += totals[w];
     ends[threadIdx.x] = parts;
 
-    for (int work = blockIdx.x;; work += gridDim.x) {
-        const int at = work / args.kv_heads, kv_head = work % args.kv_heads;
-        const int row = __syncthreads_count(ends[threadIdx.x] <= at);
-        if (row >= int(args.rows)) return;
-        const int part = at - (row == 0 ? 0 : ends[row - 1]);
-        attend(shared, args, Span<All>(positions[row], 0), row, kv_head, part, work == blockIdx.x);
+    for (uint32_t at = blockIdx.y;; at += gridDim.y) {
+        const uint32_t row = __syncthreads_count(ends[threadIdx.x] <= at);
+        if (row >= args.rows) return;
+        const Span<All> span(positions[row], 0);
+        const uint32_t part = at - (row == 0 ? 0 : ends[row - 1]);
+        attend(shared, args, span, Work{row, blockIdx.x, part, span.parts}, at == blockIdx.y);
     }
 }
 
@@ -615,5 +669,5 @@ extern "C" __global__ void FLINT_CLUSTER(Window::kCluster) __launch_bounds__(32 
         cluster_arrive_relaxed();
     }
     const Span<Window> span(args.positions[blockIdx.z], args.window);
-    attend(shared, args, span, blockIdx.z, blockIdx.y, 0, true);
+    attend(shared, args, span, Work{blockIdx.z, blockIdx.y, 0, 1}, true);
 }

@@ -37,6 +37,20 @@ fn full_attention() {
 
 #[test]
 #[ignore = "needs a CUDA GPU: make test-gpu"]
+fn borders_of_rounds_and_parts() {
+    let (gpu, mut random) = (Gpu::open(), Random::fresh());
+    // A round is eight tiles of 32 positions, and there are at most 33 parts: one round each up to 33, then two, then
+    // three. With tiles of 16 and 66 parts the borders are the same.
+    for rounds in [1, 2, 32, 33, 34, 66] {
+        // A tile less, all tiles but the last whole, all whole, and a tile more.
+        let end = rounds * 8 * 32;
+        let positions = [end - 32, end - 31, end - 16, end - 15, end, end + 1];
+        check(&gpu, &mut random, Path::Fast, Shape { window: None, rope: false, ..SMALL }, &positions);
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU: make test-gpu"]
 fn sliding_attention() {
     let (gpu, mut random) = (Gpu::open(), Random::fresh());
     for positions in [&SHORT[..], &MIDDLE, &LONG] {

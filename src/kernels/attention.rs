@@ -18,7 +18,7 @@ pub const DECODE_ATTENTION_GROUP: u32 = 8;
 /// Most rows of a launch.
 pub const DECODE_ATTENTION_ROWS: u32 = 256;
 /// Most parts that the positions of a row are divided into.
-const PARTS: u64 = 32;
+const PARTS: u64 = 33;
 /// fp32 values of a part's result for a head: 128 sums, their maximum, the sum of probabilities.
 const PARTIAL_LEN: u64 = 128 + 4;
 
@@ -47,7 +47,7 @@ pub struct DecodeAttentionArgs {
     pub attn: u64,
     /// Workspace of [`decode_attention_partial_bytes`]; a multiple of 16. 0 with a window.
     pub partial: u64,
-    /// `[B, G]` u32, zero before the first launch; every launch leaves zeros. 0 with a window.
+    /// `[B, 8 G]` u32, zero before the first launch; every launch leaves zeros. 0 with a window.
     pub counters: u64,
     /// bf16 values from one block to the next.
     pub block_stride: u64,
@@ -99,7 +99,7 @@ pub fn decode_attention_launch(n_kv_heads: u32, window: Option<u32>, positions: 
     // K and V of every position; q in and attention out.
     let bytes = u64::from(n_kv_heads) * 2 * 128 * (2 * seen + 2 * 8 * u64::from(rows));
     let (kernel, grid, block) = if window.is_none() {
-        (DECODE_ATTENTION, [BLOCKS * rows.min(2), 1, 1], 256)
+        (DECODE_ATTENTION, [n_kv_heads, (BLOCKS / n_kv_heads).max(1) * rows.min(2), 1], 256)
     } else {
         (DECODE_ATTENTION_WINDOW, [CLUSTER, n_kv_heads, rows], 160)
     };
@@ -113,9 +113,10 @@ mod tests {
     #[test]
     fn launches_depend_on_the_kind_of_layer_and_the_number_of_rows() {
         let (kernel, launch) = decode_attention_launch(4, None, &[0]).unwrap();
-        assert_eq!((kernel, launch.grid, launch.block), (DECODE_ATTENTION, [132, 1, 1], 256));
+        assert_eq!((kernel, launch.grid, launch.block), (DECODE_ATTENTION, [4, 33, 1], 256));
         assert_eq!(decode_attention_launch(4, None, &[99_999]).unwrap().1.grid, launch.grid);
-        assert_eq!(decode_attention_launch(4, None, &[99_999, 0, 5]).unwrap().1.grid, [264, 1, 1]);
+        assert_eq!(decode_attention_launch(4, None, &[99_999, 0, 5]).unwrap().1.grid, [4, 66, 1]);
+        assert_eq!(decode_attention_launch(200, None, &[7]).unwrap().1.grid, [200, 1, 1]);
         let (kernel, launch) = decode_attention_launch(4, Some(513), &[0, 7, 100_000]).unwrap();
         assert_eq!((kernel, launch.grid, launch.block), (DECODE_ATTENTION_WINDOW, [8, 4, 3], 160));
         assert_eq!(decode_attention_launch(4, None, &[]), None);
@@ -135,6 +136,6 @@ mod tests {
 
     #[test]
     fn partial_results_of_every_part_fit() {
-        assert_eq!(decode_attention_partial_bytes(8, 4), 8 * 4 * 32 * 8 * 132 * 4);
+        assert_eq!(decode_attention_partial_bytes(8, 4), 8 * 4 * 33 * 8 * 132 * 4);
     }
 }

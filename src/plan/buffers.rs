@@ -86,7 +86,7 @@ buffers! {
     attn,
     /// Partial results of attention, of the fast path.
     attn_partial,
-    /// `[N, G]` u32, zero between launches.
+    /// `[N, H]` u32, zero between launches.
     attn_counters,
     /// `[R, E]` f32: the router's scores, or its logits on the general path.
     router_scores,
@@ -136,7 +136,7 @@ impl Buffers {
         let inv_freq = space.take(config.head_dim / 2 * 4);
         let mut take = |n: usize, width: usize, element_bytes: usize| space.take(n * width * element_bytes);
         let blocks = [(); 2].map(|()| take(sequences, table_stride, 4));
-        let counters = take(fast_rows, kv_heads, 4);
+        let counters = take(fast_rows, heads, 4);
         let mut sampler = |width: usize, element_bytes: usize| take(sequences, width, element_bytes);
         let sample_rows = sampler(SAMPLE_ROW_BYTES, 1);
         let sample_masks = sampler(2 * limits.vocab_tokens.div_ceil(32), 4);

@@ -180,7 +180,7 @@ pub fn check(gpu: &Gpu, random: &mut Random, path: Path, shape: Shape, positions
         rope: shape.rope.then(|| gpu.f32s(&angles(rope.inv_freq(), positions))),
         sinks: gpu.f32s(&sinks),
         partial: gpu.poisoned(decode_attention_partial_bytes(positions.len(), n_kv_heads)),
-        counters: gpu.upload(&vec![0; positions.len() * n_kv_heads * 4]),
+        counters: gpu.upload(&vec![0; positions.len() * n_heads * 4]),
         qkv,
     };
     let pool_buffer = gpu.upload(&pool);
