@@ -44,16 +44,22 @@ __device__ __forceinline__ uint64_t weight(float x) {
     return shift >= 0 ? mantissa << shift : (mantissa + (1ull << (-shift - 1))) >> -shift;
 }
 
-// The weight of a key beside the first one's logit `max`; 0 for those that min_p drops.
+// The weight of a logit beside the first one, `max`; 0 if min_p drops it.
 struct Weigh {
     float max;
     float temperature;
     uint64_t least;
 
-    __device__ __forceinline__ uint64_t operator()(Key key) const {
-        const uint64_t w = weight(__fdiv_rn(__fsub_rn(key_logit(key), max), temperature));
+    __device__ __forceinline__ float scale(float logit) const {
+        const float x = __fsub_rn(logit, max);
+        // The same without the cost of a division.
+        return temperature == 1.0f ? x : __fdiv_rn(x, temperature);
+    }
+    __device__ __forceinline__ uint64_t scaled(float x) const {
+        const uint64_t w = weight(x);
         return w < least ? 0 : w;
     }
+    __device__ __forceinline__ uint64_t operator()(float logit) const { return scaled(scale(logit)); }
 };
 
 // total * share / 2^32, rounded up and at least 1: what the most likely tokens have to reach.
