@@ -19,7 +19,7 @@
 // launch   grid (8, B) as clusters of 8, before sm_90 grid (1, B); block 512. V is at most 2^22. 64 registers and no
 //          dynamic shared memory, so that a block starts beside one of the LM head's
 // bound    latency; B * V * 4 bytes, from L2
-// PDL      waits before reading anything but where the row lies; triggers right after
+// PDL      reads the row's parameters, which no kernel writes, before it waits; triggers right after
 
 #include "args_sample.h"
 #include "cluster.cuh"
@@ -55,6 +55,8 @@ struct Shared {
     ClusterBox box[2];
     Told board[2][kClusterWarps];  // by all warps, in this meeting and the last
     SampleRow row;
+    SampleRecord* record;
+    uint32_t position;
     uint64_t random;
     uint64_t warps[kWarps];
     Key bound;
@@ -89,9 +91,12 @@ struct Block {
     __device__ __forceinline__ const Told* told() const { return s.board[(meetings - 1) % 2]; }
 };
 
-__device__ __forceinline__ void prefetch_l2(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+// A word on its way to shared memory, and the wait for all that the thread has on theirs.
+__device__ __forceinline__ void fetch(uint32_t* to, const uint32_t* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from)
+                 : "memory");
 }
+__device__ __forceinline__ void fetch_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ Key larger(Key a, Key b) { return a > b ? a : b; }
 
@@ -442,21 +447,15 @@ __device__ uint32_t gather_top(Block& b, const Slice& slice, Key best, uint32_t 
     // The k-th of the warps' largest.
     if (threadIdx.x == 0) s.bound = kFloor + 1;
     __syncthreads();
-    constexpr uint32_t kEach = (kClusterWarps + 31) / 32;
-    Key keys[kEach];
-#pragma unroll
-    for (uint32_t e = 0; e < kEach; ++e) {
-        const uint32_t w = 32 * e + b.lane;
-        keys[e] = w < kClusterWarps ? b.told()[w].word[0] : 0;
-    }
+    // Several lanes share the count of what is larger than one of them.
+    constexpr uint32_t kMine = kClusterWarps / kWarps, kShare = 32 / kMine;
+    const Key mine = b.told()[b.warp * kMine + b.lane / kShare].word[0];
+    uint32_t before = 0;
 #pragma unroll 4
-    for (uint32_t i = b.warp; i < kClusterWarps; i += kWarps) {
-        const Key mine = b.told()[i].word[0];
-        uint32_t before = 0;
+    for (uint32_t j = b.lane % kShare; j < kClusterWarps; j += kShare) before += b.told()[j].word[0] > mine;
 #pragma unroll
-        for (uint32_t e = 0; e < kEach; ++e) before += __popc(__ballot_sync(kAll, keys[e] > mine));
-        if (b.lane == 0 && before == k - 1 && mine > kFloor) s.bound = mine;
-    }
+    for (uint32_t offset = 1; offset < kShare; offset *= 2) before += __shfl_xor_sync(kAll, before, offset);
+    if (before == k - 1 && mine > kFloor) s.bound = mine;
     __syncthreads();
     const Key bound = s.bound;
     return gather(b, slice, best >= bound, [&](Key key) { return key >= bound; });
@@ -650,8 +649,10 @@ __device__ Best change(const SampleRow& row, const DecodeSampleArgs& args, const
     constexpr uint32_t kFlight = 8;
     const uint64_t start = uint64_t(blockIdx.y) * args.vocab + raw.first;
     const uint32_t mask_words = (args.vocab + 31) / 32;
-    const uint32_t* mask = args.masks + uint64_t(2 * blockIdx.y + (row.output < row.min_tokens)) * mask_words;
-    const bool masked = row.flags & kSampleMasked, biased = row.flags & kSampleBiased,
+    const bool masked = row.flags & kSampleMasked;
+    const bool early = masked && __ldcg(&args.rows[blockIdx.y].output) < row.min_tokens;
+    const uint32_t* mask = args.masks + uint64_t(2 * blockIdx.y + early) * mask_words;
+    const bool biased = row.flags & kSampleBiased,
                penalised = row.flags & kSamplePenalised;
     Largest largest, raw_largest;
     uint32_t bad = kAll;
@@ -699,7 +700,11 @@ __device__ Choice choose(Block& b, const DecodeSampleArgs& args, const Slice& ra
     const Best best = changed ? change(s.row, args, raw, work) : look(raw);
     const Slice slice{changed ? work : raw.values, raw.first, raw.n};
     tell(b, warp_max(best.work), warp_max(best.raw));
-    if (threadIdx.x == kThreads - 1) s.random = random_bits(s.row.seed, s.row.output);
+    if (threadIdx.x == kThreads - 1) {
+        fetch_wait();
+        s.random = random_bits(s.row.seed, s.row.output);
+        s.record = args.ring + uint64_t(s.row.records % args.ring_lines) * args.ring_rows + blockIdx.y;
+    }
     listen(b);
     const Key max = told_max(b, 0), raw_max = told_max(b, 1);
     Choice choice{kSampled, 0, best.raw, raw_max};
@@ -740,27 +745,33 @@ extern "C" __global__ void FLINT_CLUSTER(8) __launch_bounds__(kThreads, 2)
     __shared__ Shared s;
     const uint32_t n_row = blockIdx.y;
     Block b{s, blockIdx.x, threadIdx.x % 32, threadIdx.x / 32, 0};
+    SampleRow& row = args.rows[n_row];
     if (threadIdx.x < 2) s.box[threadIdx.x].init();
-    // Where the row lies may be known before what it says.
-    if (threadIdx.x == 0) prefetch_l2(&args.rows[n_row]);
+    // Only its last fields are written by kernels.
+    if (threadIdx.x < sizeof(row) / 4) {
+        reinterpret_cast<uint32_t*>(&s.row)[threadIdx.x] = __ldcg(reinterpret_cast<const uint32_t*>(&row) + threadIdx.x);
+    }
     // A block's shared memory can be reached once the block runs.
     cluster_sync();
     pdl_wait();
     pdl_launch();
+    if (threadIdx.x == kThreads - 1) {
+        fetch(&s.row.output, &row.output);
+        fetch(&s.row.records, &row.records);
+        fetch(&s.position, &args.positions[n_row]);
+    }
     const uint32_t each = (args.vocab + kClusterBlocks - 1) / kClusterBlocks;
     const uint32_t first = min(b.rank * each, args.vocab);
     const float* logits = args.logits + uint64_t(n_row) * args.logits_stride;
     const Slice raw{logits + first, first, min(each, args.vocab - first)};
-    if (threadIdx.x == 0) s.row = args.rows[n_row];
-    __syncthreads();
 
-    const Choice choice = choose(b, args, raw, args.workspace + uint64_t(n_row) * args.vocab + first);
-    const auto [status, token, raw_best, raw_max] = choice;
-    SampleRecord* record = args.ring + uint64_t(s.row.records % args.ring_lines) * args.ring_rows + n_row;
+    const auto [status, token, raw_best, raw_max] =
+        choose(b, args, raw, args.workspace + uint64_t(n_row) * args.vocab + first);
+    __syncthreads();
+    SampleRecord* record = s.record;
     const bool reports = status == kSampled && s.row.flags & kSampleLogprobs;
     if (reports) logprobs(b, raw, logits, token, raw_best, raw_max, record);
     if (b.rank == 0 && threadIdx.x == 0) {
-        SampleRow& row = args.rows[n_row];
         record->sequence = s.row.records + 1;
         record->status = status;
         record->token = status == kSampled || status == kSampleBadLogit ? token : 0;
@@ -772,7 +783,7 @@ extern "C" __global__ void FLINT_CLUSTER(8) __launch_bounds__(kThreads, 2)
         row.records = s.row.records + 1;
         if (status == kSampled) {
             args.tokens[n_row] = token;
-            ++args.positions[n_row];
+            args.positions[n_row] = s.position + 1;
             row.output = s.row.output + 1;
             if (s.row.flags & kSamplePenalised) {
                 uint32_t& seen = args.seen[uint64_t(n_row) * args.vocab + token];

@@ -29,7 +29,8 @@ __device__ __forceinline__ float key_logit(Key key) {
 __device__ __forceinline__ uint64_t weight(float x) {
     if (x < -29.0f) return 0;
     constexpr float kRound = 12582912.0f;
-    const float n = __fsub_rn(__fadd_rn(__fmul_rn(x, 0x1.715476p+0f), kRound), kRound);
+    const float rounded = __fadd_rn(__fmul_rn(x, 0x1.715476p+0f), kRound);
+    const float n = __fsub_rn(rounded, kRound);
     const float r = __fsub_rn(__fsub_rn(x, __fmul_rn(n, 355.0f / 512.0f)), __fmul_rn(n, -2.1219443e-4f));
     float p = 1.9875691e-4f;
     p = __fadd_rn(__fmul_rn(p, r), 1.3981999e-3f);
@@ -40,8 +41,10 @@ __device__ __forceinline__ uint64_t weight(float x) {
     p = __fadd_rn(__fadd_rn(__fmul_rn(p, __fmul_rn(r, r)), r), 1.0f);
     const uint32_t bits = __float_as_uint(p);
     const uint64_t mantissa = (bits & 0x007FFFFF) | 0x00800000;
-    const int shift = int(bits >> 23) - 127 - 23 + 40 + __float2int_rn(n);
-    return shift >= 0 ? mantissa << shift : (mantissa + (1ull << (-shift - 1))) >> -shift;
+    // The mantissa stands for p * 2^23, and `rounded` has n in its low bits. Half a unit is added at one bit below it,
+    // which is nothing where the shift is to the left.
+    const int shift = int(bits >> 23) - 127 - 23 + 40 + (int(__float_as_uint(rounded)) - 0x4B400000);
+    return ((mantissa << 18 >> (17 - shift)) + 1) >> 1;
 }
 
 // The weight of a logit beside the first one, `max`; 0 if min_p drops it.
