@@ -187,12 +187,11 @@ __device__ __forceinline__ void walk(const float* values, uint32_t begin, uint32
     constexpr uint32_t kFlight = 4;
 #pragma unroll 1
     for (uint32_t base = begin; base < end; base += kFlight * step) {
+        const float* from = values + base + offset;
+        const int left = int(end - base - offset);
         float logits[kFlight];
 #pragma unroll
-        for (uint32_t j = 0; j < kFlight; ++j) {
-            const uint32_t i = base + j * step + offset;
-            logits[j] = i < end ? values[i] : -INFINITY;
-        }
+        for (uint32_t j = 0; j < kFlight; ++j) logits[j] = int(j * step) < left ? from[j * step] : -INFINITY;
 #pragma unroll
         for (uint32_t j = 0; j < kFlight; ++j) f(logits[j], base + j * step + offset);
     }
@@ -218,12 +217,18 @@ __device__ uint32_t gather(Block& b, const Slice& slice, bool any, const Wanted&
     if (t == 0) s.listed = 0;
     __syncthreads();
     if (any) {
-        walk(slice.values, 0, slice.n, kThreads, t, [&](float logit, uint32_t i) {
-            const Key key = make_key(logit, slice.first + i);
-            if (!wanted(key)) return;
-            const uint32_t at = atomicAdd(&s.listed, 1);
-            if (at < kListEach) s.mine[at] = key;
-        });
+        for (uint32_t begin = 0; begin < slice.n; begin += 32 * kThreads) {
+            uint32_t which = 0, bit = 1;
+            walk(slice.values, begin, min(begin + 32 * kThreads, slice.n), kThreads, t, [&](float logit, uint32_t i) {
+                which |= wanted(make_key(logit, slice.first + i)) ? bit : 0;
+                bit *= 2;
+            });
+            for (; which != 0; which &= which - 1) {
+                const uint32_t i = begin + (__ffs(which) - 1) * kThreads + t;
+                const uint32_t at = atomicAdd(&s.listed, 1);
+                if (at < kListEach) s.mine[at] = make_key(slice.values[i], slice.first + i);
+            }
+        }
     }
     __syncthreads();
     const uint32_t listed = s.listed;
@@ -623,12 +628,11 @@ __device__ __forceinline__ Best look(const Slice& raw) {
     uint32_t bad = kAll;
 #pragma unroll 1
     for (uint32_t base = threadIdx.x; base < raw.n; base += kBatch * kThreads) {
+        const float* from = raw.values + base;
+        const uint32_t left = raw.n - base;
         float logits[kBatch];
 #pragma unroll
-        for (uint32_t j = 0; j < kBatch; ++j) {
-            const uint32_t i = base + j * kThreads;
-            logits[j] = i < raw.n ? raw.values[i] : -INFINITY;
-        }
+        for (uint32_t j = 0; j < kBatch; ++j) logits[j] = j * kThreads < left ? from[j * kThreads] : -INFINITY;
         bool sound = true;
 #pragma unroll
         for (uint32_t j = 0; j < kBatch; ++j) {
@@ -658,16 +662,18 @@ __device__ Best change(const SampleRow& row, const DecodeSampleArgs& args, const
     uint32_t bad = kAll;
 #pragma unroll 1
     for (uint32_t base = threadIdx.x; base < raw.n; base += kFlight * kThreads) {
+        const float *from = raw.values + base, *bias_from = args.bias + start + base;
+        const uint32_t* seen_from = args.seen + start + base;
+        const uint32_t left = raw.n - base;
         float logits[kFlight], bias[kFlight];
         uint32_t seen[kFlight], allowed[kFlight];
 #pragma unroll
         for (uint32_t j = 0; j < kFlight; ++j) {
-            const uint32_t i = base + j * kThreads;
-            const bool is = i < raw.n;
-            logits[j] = is ? raw.values[i] : -INFINITY;
-            allowed[j] = is && masked ? mask[(raw.first + i) / 32] : kAll;
-            bias[j] = is && biased ? args.bias[start + i] : 0.0f;
-            seen[j] = is && penalised ? args.seen[start + i] : 0;
+            const uint32_t at = j * kThreads;
+            logits[j] = at < left ? from[at] : -INFINITY;
+            allowed[j] = at < left && masked ? mask[(raw.first + base + at) / 32] : kAll;
+            bias[j] = at < left && biased ? bias_from[at] : 0.0f;
+            seen[j] = at < left && penalised ? seen_from[at] : 0;
         }
 #pragma unroll
         for (uint32_t j = 0; j < kFlight; ++j) {
@@ -752,7 +758,9 @@ extern "C" __global__ void FLINT_CLUSTER(8) __launch_bounds__(kThreads, 2)
         reinterpret_cast<uint32_t*>(&s.row)[threadIdx.x] = __ldcg(reinterpret_cast<const uint32_t*>(&row) + threadIdx.x);
     }
     // A block's shared memory can be reached once the block runs.
-    cluster_sync();
+    __syncthreads();
+    cluster_arrive_relaxed();
+    cluster_wait();
     pdl_wait();
     pdl_launch();
     if (threadIdx.x == kThreads - 1) {
