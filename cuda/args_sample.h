@@ -63,7 +63,7 @@ struct DecodeSampleArgs {
                             // second half counts while fewer than min_tokens stand. Read if kSampleMasked
     const float* bias;      // [B, V] read if kSampleBiased
     uint32_t* seen;    // [B, V] 0, or 1 + times in the output for tokens of prompt and output. Used if kSamplePenalised
-    float* workspace;  // [B, V], or null: then dynamic shared memory holds a block's part
+    float* workspace;  // [B, V] for logits that masks, biases or penalties change
     uint32_t* tokens;  // [B]
     uint32_t* positions;  // [B]
     SampleRecord* ring;   // [ring_lines, ring_rows] in memory that the host reads

@@ -60,13 +60,16 @@ struct ClusterBox {
     __device__ __forceinline__ uint32_t address() const { return uint32_t(__cvta_generic_to_shared(&barrier)); }
 
     // By one thread, which then arrives at the cluster's barrier; others put something in behind their wait there.
-    __device__ __forceinline__ void open(uint32_t bytes) {
+    __device__ __forceinline__ void init() {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address()) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __device__ __forceinline__ void open(uint32_t bytes) {
+        init();
         expect(bytes);
     }
 
-    // By one thread, before each filling: how much is going to come.
+    // By one thread, for each filling: how much is going to come. What comes earlier counts too.
     __device__ __forceinline__ void expect(uint32_t bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
     }
@@ -96,6 +99,19 @@ struct ClusterBox {
                      : "memory");
     }
 
+    __device__ __forceinline__ void put(uint64_t* to, uint64_t x, uint64_t y, uint32_t rank) const {
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [%0], {%1, %2}, [%3];" ::"r"(
+                         peer(uint32_t(__cvta_generic_to_shared(to)), rank)),
+                     "l"(x), "l"(y), "r"(peer(address(), rank))
+                     : "memory");
+    }
+    __device__ __forceinline__ void put(uint64_t* to, uint64_t x, uint32_t rank) const {
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(
+                         peer(uint32_t(__cvta_generic_to_shared(to)), rank)),
+                     "l"(x), "r"(peer(address(), rank))
+                     : "memory");
+    }
+
 private:
     static __device__ __forceinline__ uint32_t peer(uint32_t address, uint32_t rank) {
         uint32_t there;
@@ -111,11 +127,14 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 #else
 // One block has nobody to exchange with: it takes the place of these and never calls them.
 struct ClusterBox {
+    __device__ __forceinline__ void init() {}
     __device__ __forceinline__ void open(uint32_t) {}
     __device__ __forceinline__ void expect(uint32_t) {}
     __device__ __forceinline__ void wait(uint32_t) const {}
     __device__ __forceinline__ void put(float4*, float4, uint32_t) const {}
     __device__ __forceinline__ void put(float2*, float2, uint32_t) const {}
+    __device__ __forceinline__ void put(uint64_t*, uint64_t, uint64_t, uint32_t) const {}
+    __device__ __forceinline__ void put(uint64_t*, uint64_t, uint32_t) const {}
 };
 __device__ __forceinline__ void cluster_arrive_relaxed() {}
 #endif

@@ -29,7 +29,8 @@ __device__ __forceinline__ float key_logit(Key key) {
 __device__ __forceinline__ uint64_t weight(float x) {
     if (x < -29.0f) return 0;
     constexpr float kRound = 12582912.0f;
-    const float n = __fsub_rn(__fadd_rn(__fmul_rn(x, 0x1.715476p+0f), kRound), kRound);
+    const float rounded = __fadd_rn(__fmul_rn(x, 0x1.715476p+0f), kRound);
+    const float n = __fsub_rn(rounded, kRound);
     const float r = __fsub_rn(__fsub_rn(x, __fmul_rn(n, 355.0f / 512.0f)), __fmul_rn(n, -2.1219443e-4f));
     float p = 1.9875691e-4f;
     p = __fadd_rn(__fmul_rn(p, r), 1.3981999e-3f);
@@ -40,20 +41,28 @@ __device__ __forceinline__ uint64_t weight(float x) {
     p = __fadd_rn(__fadd_rn(__fmul_rn(p, __fmul_rn(r, r)), r), 1.0f);
     const uint32_t bits = __float_as_uint(p);
     const uint64_t mantissa = (bits & 0x007FFFFF) | 0x00800000;
-    const int shift = int(bits >> 23) - 127 - 23 + 40 + __float2int_rn(n);
-    return shift >= 0 ? mantissa << shift : (mantissa + (1ull << (-shift - 1))) >> -shift;
+    // The mantissa stands for p * 2^23, and `rounded` has n in its low bits. Half a unit is added at one bit below it,
+    // which is nothing where the shift is to the left.
+    const int shift = int(bits >> 23) - 127 - 23 + 40 + (int(__float_as_uint(rounded)) - 0x4B400000);
+    return ((mantissa << 18 >> (17 - shift)) + 1) >> 1;
 }
 
-// The weight of a key beside the first one's logit `max`; 0 for those that min_p drops.
+// The weight of a logit beside the first one, `max`; 0 if min_p drops it.
 struct Weigh {
     float max;
     float temperature;
     uint64_t least;
 
-    __device__ __forceinline__ uint64_t operator()(Key key) const {
-        const uint64_t w = weight(__fdiv_rn(__fsub_rn(key_logit(key), max), temperature));
+    __device__ __forceinline__ float scale(float logit) const {
+        const float x = __fsub_rn(logit, max);
+        // The same without the cost of a division.
+        return temperature == 1.0f ? x : __fdiv_rn(x, temperature);
+    }
+    __device__ __forceinline__ uint64_t scaled(float x) const {
+        const uint64_t w = weight(x);
         return w < least ? 0 : w;
     }
+    __device__ __forceinline__ uint64_t operator()(float logit) const { return scaled(scale(logit)); }
 };
 
 // total * share / 2^32, rounded up and at least 1: what the most likely tokens have to reach.

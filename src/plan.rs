@@ -370,7 +370,7 @@ impl Plan {
                 masks: b.sample_masks,
                 bias: b.sample_bias,
                 seen: b.sample_seen,
-                workspace: if launch.shared_bytes == 0 { b.sample_workspace } else { 0 },
+                workspace: b.sample_workspace,
                 tokens: b.tokens,
                 positions: b.positions,
                 ring: bases.records,

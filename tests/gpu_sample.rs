@@ -71,8 +71,6 @@ struct Memory<'a> {
     positions: Buffer,
     ring: Pinned<u32>,
     ring_lines: usize,
-    /// Even where shared memory has room.
-    uses_workspace: bool,
 }
 
 impl<'a> Memory<'a> {
@@ -98,7 +96,6 @@ impl<'a> Memory<'a> {
             positions: gpu.poisoned(ROWS),
             ring,
             ring_lines,
-            uses_workspace: false,
         };
         for (n, start) in starts.iter().enumerate() {
             memory.rows.write(n * SAMPLE_ROW_BYTES, &start.row.bytes()).unwrap();
@@ -119,17 +116,14 @@ impl<'a> Memory<'a> {
     }
 
     fn args(&self) -> (Launch, DecodeSampleArgs) {
-        let mut launch = decode_sample_launch(self.n_rows, self.vocab_size, self.gpu.major);
-        if self.uses_workspace {
-            launch.shared_bytes = 0;
-        }
+        let launch = decode_sample_launch(self.n_rows, self.vocab_size, self.gpu.major);
         let args = DecodeSampleArgs {
             logits: self.logits.address(),
             rows: self.rows.address(),
             masks: self.masks.address(),
             bias: self.bias.address(),
             seen: self.seen.address(),
-            workspace: if launch.shared_bytes == 0 { self.workspace.address() } else { 0 },
+            workspace: self.workspace.address(),
             tokens: self.tokens.address(),
             positions: self.positions.address(),
             ring: self.ring.address(),
@@ -193,13 +187,12 @@ fn check(
     requests: &[Request],
     logits: impl Fn(&mut Random, usize) -> Vec<f32>,
 ) {
-    let mut memory = Memory::new(gpu, &starts(requests, vocab_size), vocab_size, RING_LINES);
+    let memory = Memory::new(gpu, &starts(requests, vocab_size), vocab_size, RING_LINES);
     let mut samplers: Vec<_> = requests.iter().map(|request| request.sampler(vocab_size)).collect();
     let mut outputs = vec![vec![]; requests.len()];
     for step in 0..STEPS {
         let rows: Vec<_> = (0..requests.len()).map(|n| logits(random, n)).collect();
         memory.set_logits(&rows);
-        memory.uses_workspace = step % 2 == 1;
         memory.step(step % 4 >= 2);
         let tokens = u32s(&memory.tokens.download().unwrap());
         let positions = u32s(&memory.positions.download().unwrap());

@@ -36,7 +36,7 @@ pub struct DecodeSampleArgs {
     pub bias: u64,
     /// `[B, V]` u32, see [`SampleStart::seen`]; brought up to date.
     pub seen: u64,
-    /// `[B, V]` f32, or 0 when the launch has shared memory for it.
+    /// `[B, V]` f32, for logits that masks, biases or penalties change.
     pub workspace: u64,
     /// `[B]` u32, written.
     pub tokens: u64,
@@ -106,18 +106,14 @@ const BIASED: u32 = 2;
 const PENALISED: u32 = 4;
 const LOGPROBS: u32 = 8;
 
-/// The launch of [`DECODE_SAMPLE`] over `rows` rows of `vocab` logits on a card of compute capability `major`.x. Without
-/// shared memory in it, the argument needs a workspace.
+/// The launch of [`DECODE_SAMPLE`] over `rows` rows of `vocab` logits on a card of compute capability `major`.x.
 pub fn decode_sample_launch(rows: usize, vocab: usize, major: i32) -> Launch {
-    // Beside the kernel's own, of the 227 KiB that 9.x and 10.x give a block, and of the 99 KiB that others do.
-    let shared_most = if matches!(major, 9 | 10) { 160 << 10 } else { 60 << 10 };
     // Clusters come with 9.0.
     let blocks = if major >= 9 { 8 } else { 1 };
-    let part = vocab.div_ceil(blocks) * size_of::<f32>();
     Launch {
-        grid: [blocks as u32, rows as u32, 1],
+        grid: [blocks, rows as u32, 1],
         block: 512,
-        shared_bytes: if part <= shared_most { part as u32 } else { 0 },
+        shared_bytes: 0,
         bytes: (rows * vocab * size_of::<f32>()) as u64,
     }
 }
@@ -421,14 +417,9 @@ mod tests {
     }
 
     #[test]
-    fn shared_memory_holds_flints_vocabulary_where_there_are_clusters() {
+    fn eight_blocks_share_a_row_where_there_are_clusters() {
         let launch = decode_sample_launch(8, 150_144, 9);
-        assert_eq!((launch.grid, launch.block, launch.shared_bytes), ([8, 8, 1], 512, 75_072));
-        assert_eq!(launch.bytes, 8 * 150_144 * 4);
-        assert_eq!(decode_sample_launch(1, 163_841, 12).shared_bytes, 0);
-        assert_eq!(decode_sample_launch(1, 8193, 9).shared_bytes, 4100);
-        let launch = decode_sample_launch(2, 8193, 8);
-        assert_eq!((launch.grid, launch.shared_bytes), ([1, 2, 1], 8193 * 4));
-        assert_eq!(decode_sample_launch(2, 150_144, 8).shared_bytes, 0);
+        assert_eq!((launch.grid, launch.block, launch.bytes), ([8, 8, 1], 512, 8 * 150_144 * 4));
+        assert_eq!(decode_sample_launch(2, 8193, 8).grid, [1, 2, 1]);
     }
 }
