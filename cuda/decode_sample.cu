@@ -549,19 +549,37 @@ __device__ uint32_t draw_from_all(Block& b, const Slice& slice, Key max, const W
     return told_max(b, 0);
 }
 
-// Log-probabilities of `token` and of the most likely ones, under the raw logits. `best` and `max` are the thread's
-// largest raw key and the row's.
-__device__ void logprobs(Block& b, const Slice& raw, const float* logits, uint32_t token, Key best, Key max,
+// The largest of a thread's logits, which come in ascending order.
+struct Largest {
+    float logit = -INFINITY;
+    uint32_t i = 0;
+
+    __device__ __forceinline__ void see(float other, uint32_t at) {
+        if (other > logit) {
+            logit = other;
+            i = at;
+        }
+    }
+    __device__ __forceinline__ Key key(const Slice& slice) const {
+        return logit > -INFINITY ? make_key(logit, slice.first + i) : 0;
+    }
+};
+
+// Log-probabilities of `token` and of the most likely ones, under the raw logits, of whose keys `max` is the largest.
+__device__ void logprobs(Block& b, const Slice& raw, const float* logits, uint32_t token, Key max,
                          SampleRecord* record) {
     Shared& s = b.s;
     const Key chosen = make_key(logits[token], token);
     const Weigh weigh{key_logit(max), 1.0f, 0};
     uint64_t mass = 0;
     uint32_t before = 0;
+    Largest largest;
     walk(raw.values, 0, raw.n, kThreads, threadIdx.x, [&](float logit, uint32_t i) {
+        largest.see(logit, i);
         mass += weigh(logit);
         before += make_key(logit, raw.first + i) > chosen;
     });
+    const Key best = largest.key(raw);
     tell(b, warp_max(best), warp_add_sums(mass), __reduce_add_sync(kAll, before));
     listen(b);
     // The weights' errors add up to less than 3e-7 of their sum.
@@ -603,22 +621,6 @@ struct Best {
     Key raw;
 };
 
-// The largest of a thread's logits, which come in ascending order.
-struct Largest {
-    float logit = -INFINITY;
-    uint32_t i = 0;
-
-    __device__ __forceinline__ void see(float other, uint32_t at) {
-        if (other > logit) {
-            logit = other;
-            i = at;
-        }
-    }
-    __device__ __forceinline__ Key key(const Slice& slice) const {
-        return logit > -INFINITY ? make_key(logit, slice.first + i) : 0;
-    }
-};
-
 // Loads in flight: all that a thread has of Flint's vocabulary.
 constexpr uint32_t kBatch = 37;
 
@@ -650,14 +652,13 @@ __device__ __forceinline__ Best look(const Slice& raw) {
 
 // Fills `work` with what the row makes of its raw logits.
 __device__ Best change(const SampleRow& row, const DecodeSampleArgs& args, const Slice& raw, float* work) {
-    constexpr uint32_t kFlight = 8;
+    constexpr uint32_t kFlight = 6;
     const uint64_t start = uint64_t(blockIdx.y) * args.vocab + raw.first;
     const uint32_t mask_words = (args.vocab + 31) / 32;
     const bool masked = row.flags & kSampleMasked;
     const bool early = masked && __ldcg(&args.rows[blockIdx.y].output) < row.min_tokens;
     const uint32_t* mask = args.masks + uint64_t(2 * blockIdx.y + early) * mask_words;
-    const bool biased = row.flags & kSampleBiased,
-               penalised = row.flags & kSamplePenalised;
+    const bool biased = row.flags & kSampleBiased, penalised = row.flags & kSamplePenalised;
     Largest largest, raw_largest;
     uint32_t bad = kAll;
 #pragma unroll 1
@@ -695,7 +696,6 @@ __device__ Best change(const SampleRow& row, const DecodeSampleArgs& args, const
 struct Choice {
     uint32_t status;
     uint32_t token;
-    Key raw_best;  // the thread's
     Key raw_max;
 };
 
@@ -713,7 +713,7 @@ __device__ Choice choose(Block& b, const DecodeSampleArgs& args, const Slice& ra
     }
     listen(b);
     const Key max = told_max(b, 0), raw_max = told_max(b, 1);
-    Choice choice{kSampled, 0, best.raw, raw_max};
+    Choice choice{kSampled, 0, raw_max};
     if (raw_max >= kInfinite - kAll) {
         choice.status = kSampleBadLogit;
         choice.token = key_token(raw_max);
@@ -755,7 +755,8 @@ extern "C" __global__ void FLINT_CLUSTER(8) __launch_bounds__(kThreads, 2)
     if (threadIdx.x < 2) s.box[threadIdx.x].init();
     // Only its last fields are written by kernels.
     if (threadIdx.x < sizeof(row) / 4) {
-        reinterpret_cast<uint32_t*>(&s.row)[threadIdx.x] = __ldcg(reinterpret_cast<const uint32_t*>(&row) + threadIdx.x);
+        reinterpret_cast<uint32_t*>(&s.row)[threadIdx.x] =
+            __ldcg(reinterpret_cast<const uint32_t*>(&row) + threadIdx.x);
     }
     // A block's shared memory can be reached once the block runs.
     __syncthreads();
@@ -773,12 +774,11 @@ extern "C" __global__ void FLINT_CLUSTER(8) __launch_bounds__(kThreads, 2)
     const float* logits = args.logits + uint64_t(n_row) * args.logits_stride;
     const Slice raw{logits + first, first, min(each, args.vocab - first)};
 
-    const auto [status, token, raw_best, raw_max] =
-        choose(b, args, raw, args.workspace + uint64_t(n_row) * args.vocab + first);
+    const auto [status, token, raw_max] = choose(b, args, raw, args.workspace + uint64_t(n_row) * args.vocab + first);
     __syncthreads();
     SampleRecord* record = s.record;
     const bool reports = status == kSampled && s.row.flags & kSampleLogprobs;
-    if (reports) logprobs(b, raw, logits, token, raw_best, raw_max, record);
+    if (reports) logprobs(b, raw, logits, token, raw_max, record);
     if (b.rank == 0 && threadIdx.x == 0) {
         record->sequence = s.row.records + 1;
         record->status = status;
