@@ -477,19 +477,22 @@ __device__ uint32_t draw_from_top(Block& b, uint32_t n, uint32_t k, const Weigh&
         s.before[i] = before;
     });
     __syncthreads();
-    // What lane `j` has of a sum over the keys that top_k leaves.
+    // What key `j` adds to a sum over those that top_k leaves. The loops are of one round, and not worth more code.
     const auto among = [&](uint32_t j) { return j < n && s.place[j] < k ? s.weights[j] : 0; };
     uint64_t all = 0;
+#pragma unroll 1
     for (uint32_t j = b.lane; j < n; j += 32) all += among(j);
     const uint64_t need = nucleus_need(warp_add_sums(all), s.row.share);
     const auto kept = [&](uint32_t j) { return j < n && s.before[j] < need ? among(j) : 0; };
     uint64_t total = 0;
+#pragma unroll 1
     for (uint32_t j = b.lane; j < n; j += 32) total += kept(j);
     const uint64_t r = __umul64hi(s.random, warp_add_sums(total));
 #pragma unroll 1
     for (uint32_t i = b.warp; i < n; i += kWarps) {
         const uint32_t token = key_token(s.list[i]);
         uint64_t before = 0;
+#pragma unroll 1
         for (uint32_t j = b.lane; j < n; j += 32) {
             if (key_token(s.list[j]) < token) before += kept(j);
         }
