@@ -44,7 +44,7 @@ constexpr uint32_t kBins = 256;
 constexpr uint32_t kChunk = 1u << 17;
 // Above the keys of all finite logits: that of plus infinity as token 0.
 constexpr Key kInfinite = 0xFF800000FFFFFFFFull;
-static_assert(kBins % 32 == 0 && kBins <= kThreads);
+static_assert(kBins % 32 == 0 && kBins <= kThreads && offsetof(SampleRow, flags) % 16 == 0 && sizeof(SampleRow) == 64);
 
 // What a warp tells all blocks.
 struct alignas(16) Told {
@@ -54,7 +54,7 @@ struct alignas(16) Told {
 struct Shared {
     ClusterBox box[2];
     Told board[2][kClusterWarps];  // by all warps, in this meeting and the last
-    SampleRow row;
+    alignas(16) SampleRow row;
     SampleRecord* record;
     uint32_t position;
     uint64_t random;
@@ -91,9 +91,10 @@ struct Block {
     __device__ __forceinline__ const Told* told() const { return s.board[(meetings - 1) % 2]; }
 };
 
-// A word on its way to shared memory, and the wait for all that the thread has on theirs.
+// Four words on their way to shared memory, past an L1 that may have old ones, and the wait for all that the thread has
+// on theirs.
 __device__ __forceinline__ void fetch(uint32_t* to, const uint32_t* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from)
                  : "memory");
 }
 __device__ __forceinline__ void fetch_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -476,19 +477,22 @@ __device__ uint32_t draw_from_top(Block& b, uint32_t n, uint32_t k, const Weigh&
         s.before[i] = before;
     });
     __syncthreads();
-    // What lane `j` has of a sum over the keys that top_k leaves.
+    // What key `j` adds to a sum over those that top_k leaves. The loops are of one round, and not worth more code.
     const auto among = [&](uint32_t j) { return j < n && s.place[j] < k ? s.weights[j] : 0; };
     uint64_t all = 0;
+#pragma unroll 1
     for (uint32_t j = b.lane; j < n; j += 32) all += among(j);
     const uint64_t need = nucleus_need(warp_add_sums(all), s.row.share);
     const auto kept = [&](uint32_t j) { return j < n && s.before[j] < need ? among(j) : 0; };
     uint64_t total = 0;
+#pragma unroll 1
     for (uint32_t j = b.lane; j < n; j += 32) total += kept(j);
     const uint64_t r = __umul64hi(s.random, warp_add_sums(total));
 #pragma unroll 1
     for (uint32_t i = b.warp; i < n; i += kWarps) {
         const uint32_t token = key_token(s.list[i]);
         uint64_t before = 0;
+#pragma unroll 1
         for (uint32_t j = b.lane; j < n; j += 32) {
             if (key_token(s.list[j]) < token) before += kept(j);
         }
@@ -674,7 +678,7 @@ __device__ Best change(const SampleRow& row, const DecodeSampleArgs& args, const
             logits[j] = at < left ? from[at] : -INFINITY;
             allowed[j] = at < left && masked ? mask[(raw.first + base + at) / 32] : kAll;
             bias[j] = at < left && biased ? bias_from[at] : 0.0f;
-            seen[j] = at < left && penalised ? seen_from[at] : 0;
+            seen[j] = at < left && penalised ? __ldcg(seen_from + at) : 0;
         }
 #pragma unroll
         for (uint32_t j = 0; j < kFlight; ++j) {
@@ -705,10 +709,13 @@ __device__ Choice choose(Block& b, const DecodeSampleArgs& args, const Slice& ra
     const bool changed = s.row.flags & (kSampleMasked | kSampleBiased | kSamplePenalised);
     const Best best = changed ? change(s.row, args, raw, work) : look(raw);
     const Slice slice{changed ? work : raw.values, raw.first, raw.n};
+    const bool clerk = threadIdx.x == kThreads - 1;
+    const uint32_t position = clerk ? __ldcg(&args.positions[blockIdx.y]) : 0;
     tell(b, warp_max(best.work), warp_max(best.raw));
-    if (threadIdx.x == kThreads - 1) {
+    if (clerk) {
         fetch_wait();
         s.random = random_bits(s.row.seed, s.row.output);
+        s.position = position;
         s.record = args.ring + uint64_t(s.row.records % args.ring_lines) * args.ring_rows + blockIdx.y;
     }
     listen(b);
@@ -764,11 +771,7 @@ extern "C" __global__ void FLINT_CLUSTER(8) __launch_bounds__(kThreads, 2)
     cluster_wait();
     pdl_wait();
     pdl_launch();
-    if (threadIdx.x == kThreads - 1) {
-        fetch(&s.row.output, &row.output);
-        fetch(&s.row.records, &row.records);
-        fetch(&s.position, &args.positions[n_row]);
-    }
+    if (threadIdx.x == kThreads - 1) fetch(&s.row.flags, &row.flags);
     const uint32_t each = (args.vocab + kClusterBlocks - 1) / kClusterBlocks;
     const uint32_t first = min(b.rank * each, args.vocab);
     const float* logits = args.logits + uint64_t(n_row) * args.logits_stride;
@@ -794,8 +797,8 @@ extern "C" __global__ void FLINT_CLUSTER(8) __launch_bounds__(kThreads, 2)
             args.positions[n_row] = s.position + 1;
             row.output = s.row.output + 1;
             if (s.row.flags & kSamplePenalised) {
-                uint32_t& seen = args.seen[uint64_t(n_row) * args.vocab + token];
-                seen = max(seen, 1u) + 1;
+                uint32_t* seen = args.seen + uint64_t(n_row) * args.vocab + token;
+                *seen = max(__ldcg(seen), 1u) + 1;
             }
         }
     }
