@@ -111,8 +111,7 @@ __host__ __device__ constexpr int bound(int threads) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
     return threads;
 #else
-    if (Tile::kBytes == Bf16Tile::kBytes && Tile::kAhead == Bf16Tile::kAhead)
-        return kBefore == Before::kPlain && threads == 256 ? 512 : threads;
+    if (Tile::kBytes == Bf16Tile::kBytes) return kBefore == Before::kPlain && threads == 256 ? 512 : threads;
     return threads > 256 && NB <= 2 ? 768 : kBefore == Before::kPlain ? 640 : 512;
 #endif
 }
@@ -123,18 +122,18 @@ __host__ __device__ constexpr int bound(int threads) {
         decode_linear<TILE, NB, Before::BEFORE, After::AFTER, K, SPLIT, GROUPS>(args);                    \
     }
 
-#define DECODE_LINEARS(FORMAT, TILE, SHORT, NB)                                   \
-    DECODE_LINEAR(decode_qkv, FORMAT, SHORT, NB, kNorm, kBf16, 2048, 4, 3)        \
+#define DECODE_LINEARS(FORMAT, TILE, NB)                                          \
+    DECODE_LINEAR(decode_qkv, FORMAT, TILE, NB, kNorm, kBf16, 2048, 4, 3)         \
     DECODE_LINEAR(decode_o, FORMAT, TILE, NB, kPlain, kBf16, 4096, 8, 1)          \
     DECODE_LINEAR(decode_dense_up, FORMAT, TILE, NB, kNorm, kSwiGlu, 2048, 4, 3)  \
     DECODE_LINEAR(decode_dense_down, FORMAT, TILE, NB, kPlain, kBf16, 6144, 6, 1) \
     DECODE_LINEAR(decode_lm_head, FORMAT, TILE, NB, kNorm, kF32, 2048, 2, 4)
 
-DECODE_LINEARS(nvfp4, Nvfp4Tile, Nvfp4Tile, 1)
-DECODE_LINEARS(nvfp4, Nvfp4Tile, Nvfp4Tile, 2)
-DECODE_LINEARS(nvfp4, Nvfp4Tile, Nvfp4Tile, 4)
-DECODE_LINEARS(nvfp4, Nvfp4Tile, Nvfp4Tile, 8)
-DECODE_LINEARS(bf16, Bf16Tile, ShortBf16Tile, 1)
-DECODE_LINEARS(bf16, Bf16Tile, Bf16Tile, 2)
-DECODE_LINEARS(bf16, Bf16Tile, Bf16Tile, 4)
-DECODE_LINEARS(bf16, Bf16Tile, Bf16Tile, 8)
+DECODE_LINEARS(nvfp4, Nvfp4Tile, 1)
+DECODE_LINEARS(nvfp4, Nvfp4Tile, 2)
+DECODE_LINEARS(nvfp4, Nvfp4Tile, 4)
+DECODE_LINEARS(nvfp4, Nvfp4Tile, 8)
+DECODE_LINEARS(bf16, Bf16Tile, 1)
+DECODE_LINEARS(bf16, Bf16Tile, 2)
+DECODE_LINEARS(bf16, Bf16Tile, 4)
+DECODE_LINEARS(bf16, Bf16Tile, 8)

@@ -167,11 +167,10 @@ private:
     }
 };
 
-// Registers hold kHeld chunks, 16 for each: what they leave is room for the next kernel's blocks beside this one's.
-template <int kHeld>
-struct Bf16TilePart {
+struct Bf16Tile {
     static constexpr int kBytes = 16384;
-    static constexpr int kAhead = kHeld;
+    // Half a tile: 64 registers leave room for the next kernel's blocks beside this one's.
+    static constexpr int kAhead = kChunks / 2;
     static constexpr float kWeightScale = 1.0f;
     uint4 words[kAhead][4];
 
@@ -195,9 +194,6 @@ private:
         mma_bf16(sum, a, x0, x1);
     }
 };
-
-using Bf16Tile = Bf16TilePart<4>;
-using ShortBf16Tile = Bf16TilePart<2>;
 
 // Requests a tile, or as much of it as registers hold.
 template <typename Tile>
