@@ -92,15 +92,22 @@ fn small_models_of_every_type_diverge_from_fp32_no_more_than_the_cpu() {
 fn five_layers_at_full_width_diverge_from_fp32_no_more_than_the_cpu() {
     let config = FlintConfig::flint(5, 8192);
     let mut random = Random::fresh();
-    let tokens = random.tokens(1100, config.vocab_size);
+    let (mut gpu_sum, mut cpu_sum) = (0.0, 0.0);
     for dtype in [DType::Nvfp4, DType::Bf16] {
         let weights = Arc::new(Weights::synthetic(config.clone(), 5, dtype).unwrap());
         let mut model = load(Source::Weights(&weights), 1);
         assert!(matches!(model.plan().path(), Path::Fast(_)));
-        let (gpu, cpu) = divergences(&mut model, &weights, cpu::Path::Fast, &tokens);
-        println!("{dtype}: GPU {gpu:.3e}, CPU {cpu:.3e}");
-        assert!(gpu <= 1.1 * cpu, "{dtype}: {gpu} against {cpu}");
+        for _ in 0..2 {
+            let tokens = random.tokens(1100, config.vocab_size);
+            let (gpu, cpu) = divergences(&mut model, &weights, cpu::Path::Fast, &tokens);
+            println!("{dtype}: GPU {gpu:.3e}, CPU {cpu:.3e}");
+            // Choices of experts that flip carry much of a mean: over 1,100 tokens it came out 0.87 to 1.16 of the CPU's.
+            assert!(gpu <= 1.3 * cpu, "{dtype}: {gpu} against {cpu}");
+            gpu_sum += gpu;
+            cpu_sum += cpu;
+        }
     }
+    assert!(gpu_sum <= 1.1 * cpu_sum, "{gpu_sum} against {cpu_sum}");
 }
 
 #[test]

@@ -121,10 +121,10 @@ struct Step {
 /// and the result (2^-9), and adds in another order (below 2^-14 for scores of tens). q or k may come out a BF16 step aside
 /// where the sum of squares rounds differently, which moves scores by up to 3e-3. The values that are averaged have random
 /// signs, and so have these errors: in norm, 2^-7 of the result of a head holds them all, while one position too many or
-/// too few moves it by at least a percent.
+/// too few moves it by at least a percent. A head of a few dims averages over too few errors for that, and gets twice as much.
 pub fn check(gpu: &Gpu, random: &mut Random, path: Path, shape: Shape, positions: &[usize]) {
-    const BOUND: f64 = 1.0 / 128.0;
     let Shape { n_heads, n_kv_heads, head_dim, .. } = shape;
+    let bound = if head_dim < 16 { 2.0 } else { 1.0 } / 128.0;
     let config = FlintConfig { head_dim, rope_theta: 10_000.0, ..configs(false)[0].clone() };
     let rope = Rope::new(&config);
     let scale = |random: &mut Random| -> Vec<f32> {
@@ -194,7 +194,7 @@ pub fn check(gpu: &Gpu, random: &mut Random, path: Path, shape: Shape, positions
         let (error, size) = (super::norm(&difference), super::norm(expected));
         let (position, head) = (positions[i / n_heads], i % n_heads);
         // A NaN fails too.
-        assert!(error <= BOUND * size, "{what}, position {position}, head {head}: error {error:e}, size {size:e}");
+        assert!(error <= bound * size, "{what}, position {position}, head {head}: error {error:e}, size {size:e}");
         worst = worst.max(error / size);
     }
     println!("{what}, {positions:?}: worst error {worst:.1e} of the result");
