@@ -153,7 +153,8 @@ impl KvBlocks {
     }
 
     /// Free blocks of the full-attention and the sliding pool.
-    pub fn n_free(&self) -> (usize, usize) {
+    #[cfg(test)]
+    fn n_free(&self) -> (usize, usize) {
         (self.full.free.len(), self.window.free.len())
     }
 

@@ -172,13 +172,6 @@ const _: () = assert!(
         && offset_of!(PrefillCombineArgs, rows) == 40
 );
 
-impl PrefillLinearArgs {
-    /// Floating-point operations of the product.
-    pub fn flops(&self) -> u64 {
-        2 * (TILE_ROWS * TILE_COLS) as u64 * u64::from(self.strips) * u64::from(self.k_tiles) * u64::from(self.rows)
-    }
-}
-
 /// Sorted rows of T rows: each expert's begin at a multiple of eight.
 pub const fn sorted_rows(rows: usize) -> usize {
     (CHOSEN * rows + EXPERTS * (ROWS_STEP - 1)).next_multiple_of(ROWS_STEP)
@@ -599,10 +592,5 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn flops_of_a_product() {
-        assert_eq!(args(320, 4, 8192).flops(), 2 * 5120 * 2048 * 8192);
     }
 }

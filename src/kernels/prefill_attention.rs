@@ -227,13 +227,6 @@ fn prefill_attention_bytes(n_kv_heads: u32, window: Option<u32>, tiles: &[Prefil
     u64::from(n_kv_heads) * HEAD_DIM * 2 * 2 * (GROUP * rows + positions)
 }
 
-/// Floating-point operations of attention for `tiles` that count: two products of what the tokens see.
-pub fn prefill_attention_flops(n_kv_heads: u32, window: Option<u32>, tiles: &[PrefillTile]) -> u64 {
-    let seen = |position: u32| u64::from(position + 1 - first_visible(position, window));
-    let pairs: u64 = tiles.iter().flat_map(|tile| tile.positions()).map(seen).sum();
-    pairs * u64::from(n_kv_heads) * GROUP * HEAD_DIM * 2 * 2
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -282,14 +275,10 @@ mod tests {
     }
 
     #[test]
-    fn bytes_and_operations_are_those_of_what_is_seen() {
+    fn bytes_are_those_of_what_is_seen() {
         let one = PrefillTile::cut([(0, 99_999..100_000)]);
-        assert_eq!(prefill_attention_flops(4, None, &one), 32 * 512 * 100_000);
-        assert_eq!(prefill_attention_flops(4, Some(513), &one), 32 * 512 * 513);
         assert_eq!(prefill_attention_bytes(4, None, &one), 4 * 512 * (8 + 100_000));
         let chunk = PrefillTile::cut([(0, 0..8192), (1, 600..602)]);
-        let pairs = 8192 * 8193 / 2 + 601 + 602;
-        assert_eq!(prefill_attention_flops(4, None, &chunk), 32 * 512 * pairs);
         assert_eq!(prefill_attention_bytes(1, Some(513), &chunk), 512 * (8 * 8194 + 8192 + 514));
     }
 }
