@@ -164,18 +164,18 @@ fn plain(product: &'static Product, out: Out, width: usize, cols: usize, rows_of
 #[test]
 #[ignore = "needs a CUDA GPU: make test-gpu"]
 fn rows_of_bf16() {
-    plain(&LINEAR, Out::Bf16, 640, 2048, &ROWS);
+    plain(&PREFILL_LINEAR, Out::Bf16, 640, 2048, &ROWS);
     // Strips that no unit divides, the longest and the shortest k.
-    plain(&LINEAR, Out::Bf16, 16 * 21, 6144, &[65, 300]);
-    plain(&LINEAR, Out::Bf16, 16 * 5, 512, &[17, 300]);
+    plain(&PREFILL_LINEAR, Out::Bf16, 16 * 21, 6144, &[65, 300]);
+    plain(&PREFILL_LINEAR, Out::Bf16, 16 * 5, 512, &[17, 300]);
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU: make test-gpu"]
 fn rows_of_f32() {
-    plain(&LOGITS, Out::F32, 16 * 153, 2048, &[1, 64, 300]);
+    plain(&PREFILL_LOGITS, Out::F32, 16 * 153, 2048, &[1, 64, 300]);
     // The parts of a router.
-    plain(&LOGITS, Out::F32, 3 * EXPERTS, HIDDEN, &[9, 300]);
+    plain(&PREFILL_LOGITS, Out::F32, 3 * EXPERTS, HIDDEN, &[9, 300]);
 }
 
 #[test]
@@ -187,7 +187,7 @@ fn activations() {
         let packed = Packed::gate_up(format, &gate, &up);
         let case = Case {
             gpu: &gpu,
-            product: &SWIGLU,
+            product: &PREFILL_SWIGLU,
             format,
             out: Out::Panels,
             width: 384,
@@ -331,8 +331,8 @@ fn run_moe(
         reserved: 0,
     };
     let products = PRODUCTS();
-    let (up_kernel, up_launch) = products.experts(&EXPERTS_UP, format, way, rows);
-    let (down_kernel, down_launch) = products.experts(&EXPERTS_DOWN, format, way, rows);
+    let (up_kernel, up_launch) = products.experts(&PREFILL_EXPERTS_UP, format, way, rows);
+    let (down_kernel, down_launch) = products.experts(&PREFILL_EXPERTS_DOWN, format, way, rows);
     // SAFETY: every buffer has the extent that the structs state, and lives until the downloads below.
     unsafe {
         gpu.launch(PREFILL_ROUTE, prefill_route_launch(rows), pdl, &route);
@@ -389,7 +389,7 @@ fn check_moe(gpu: &Gpu, random: &mut Random, kind: (Kind, TileFormat), moe: &Moe
     let (x, shared) = (random.bf16s(rows * HIDDEN), random.bf16s(rows * HIDDEN));
     let with = (moe, kind.1);
     let found = run_moe(gpu, with, Way::Wide(256), &x, logits, &shared, false);
-    for &way in EXPERTS_UP.ways() {
+    for &way in PREFILL_EXPERTS_UP.ways() {
         assert!(run_moe(gpu, with, way, &x, logits, &shared, true) == found, "{way:?}, {rows} rows: other bits");
         for row in [0, rows / 2, rows - 1] {
             let part = |x: &[f32], len: usize| x[row * len..][..len].to_vec();

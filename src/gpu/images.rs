@@ -71,9 +71,9 @@ pub static IMAGES: &[Image] = &[
     image!("prefill_attention", [kernels::PREFILL_ATTENTION], []),
     image!("prefill_attention_hopper", [kernels::PREFILL_ATTENTION_HOPPER], []),
     image!("prefill_embed", [kernels::PREFILL_EMBED], []),
-    image!("prefill_experts", [], [], [prefill::EXPERTS_UP, prefill::EXPERTS_DOWN]),
+    image!("prefill_experts", [], [], [prefill::PREFILL_EXPERTS_UP, prefill::PREFILL_EXPERTS_DOWN]),
     image!("prefill_kv", [kernels::PREFILL_KV], []),
-    image!("prefill_linear", [], [], [prefill::LINEAR, prefill::LOGITS, prefill::SWIGLU]),
+    image!("prefill_linear", [], [], [prefill::PREFILL_LINEAR, prefill::PREFILL_LOGITS, prefill::PREFILL_SWIGLU]),
     image!("prefill_norm", [kernels::PREFILL_NORM], []),
     image!(
         "prefill_route",

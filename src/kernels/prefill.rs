@@ -25,7 +25,8 @@ const MASK_ROWS: usize = 32;
 const GATHER_ROWS: usize = 8;
 const GATHER_SINGLY: usize = 1024;
 
-/// The argument of [`LINEAR`], [`LOGITS`] and [`SWIGLU`]. T is the number of rows. Addresses are the device's.
+/// The argument of [`PREFILL_LINEAR`], [`PREFILL_LOGITS`] and [`PREFILL_SWIGLU`]. T is the number of rows. Addresses are the
+/// device's.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PrefillLinearArgs {
@@ -35,23 +36,24 @@ pub struct PrefillLinearArgs {
     pub weights: u64,
     /// `[strips, 2]` f32, of rows 0-7 and of rows 8-15, or 0: `scale` for all.
     pub scales: u64,
-    /// `[T, out_stride]` bf16 or f32; of [`SWIGLU`] panels `[strips / 8, out_stride, 64]`. Written; a multiple of 16.
+    /// `[T, out_stride]` bf16 or f32; of [`PREFILL_SWIGLU`] panels `[strips / 8, out_stride, 64]`. Written; a multiple of
+    /// 16.
     pub out: u64,
     /// T.
     pub rows: u32,
     /// Rows of a panel of `x`: a multiple of 8, at least T. Those behind T may hold anything.
     pub panel_rows: u32,
-    /// Strips of 16 rows; of [`SWIGLU`] a multiple of 8.
+    /// Strips of 16 rows; of [`PREFILL_SWIGLU`] a multiple of 8.
     pub strips: u32,
     /// Inputs / 512.
     pub k_tiles: u32,
-    /// Values from one row of `out` to the next, of bf16 a multiple of 8; of [`SWIGLU`] rows of a panel of `out`.
+    /// Values from one row of `out` to the next, of bf16 a multiple of 8; of [`PREFILL_SWIGLU`] rows of a panel of `out`.
     pub out_stride: u32,
     /// Without `scales`.
     pub scale: f32,
 }
 
-/// The argument of [`EXPERTS_UP`] and [`EXPERTS_DOWN`].
+/// The argument of [`PREFILL_EXPERTS_UP`] and [`PREFILL_EXPERTS_DOWN`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PrefillExpertsArgs {
@@ -275,19 +277,19 @@ macro_rules! product {
 
 product!(
     /// To rows of bf16.
-    linear LINEAR, "prefill_linear", Bf16Rows, 2);
+    linear PREFILL_LINEAR, "prefill_linear", Bf16Rows, 2);
 product!(
     /// To rows of f32.
-    linear LOGITS, "prefill_logits", F32Rows, 1);
+    linear PREFILL_LOGITS, "prefill_logits", F32Rows, 1);
 product!(
     /// Gate and up, to panels of activations.
-    linear SWIGLU, "prefill_swiglu", SwigluPanels, 2);
+    linear PREFILL_SWIGLU, "prefill_swiglu", SwigluPanels, 2);
 product!(
     /// The routed experts' first half.
-    experts EXPERTS_UP, "prefill_experts_up", SwigluPanels);
+    experts PREFILL_EXPERTS_UP, "prefill_experts_up", SwigluPanels);
 product!(
     /// The routed experts' second half.
-    experts EXPERTS_DOWN, "prefill_experts_down", Bf16Rows);
+    experts PREFILL_EXPERTS_DOWN, "prefill_experts_down", Bf16Rows);
 
 /// The choice of experts.
 pub const PREFILL_ROUTE: Kernel =
@@ -315,29 +317,29 @@ impl Products {
         Self { hopper: major == 9, processors }
     }
 
-    /// The launch of [`LINEAR`].
+    /// The launch of [`PREFILL_LINEAR`].
     pub fn linear(self, format: TileFormat, args: &PrefillLinearArgs) -> (Kernel, Launch) {
-        self.fastest(&LINEAR, format, args)
+        self.fastest(&PREFILL_LINEAR, format, args)
     }
 
-    /// The launch of [`LOGITS`].
+    /// The launch of [`PREFILL_LOGITS`].
     pub fn logits(self, format: TileFormat, args: &PrefillLinearArgs) -> (Kernel, Launch) {
-        self.fastest(&LOGITS, format, args)
+        self.fastest(&PREFILL_LOGITS, format, args)
     }
 
-    /// The launch of [`SWIGLU`].
+    /// The launch of [`PREFILL_SWIGLU`].
     pub fn swiglu(self, format: TileFormat, args: &PrefillLinearArgs) -> (Kernel, Launch) {
-        self.fastest(&SWIGLU, format, args)
+        self.fastest(&PREFILL_SWIGLU, format, args)
     }
 
-    /// The launch of [`EXPERTS_UP`] for T rows.
+    /// The launch of [`PREFILL_EXPERTS_UP`] for T rows.
     pub fn experts_up(self, format: TileFormat, rows: usize) -> (Kernel, Launch) {
-        self.experts(&EXPERTS_UP, format, self.experts_way(rows), rows)
+        self.experts(&PREFILL_EXPERTS_UP, format, self.experts_way(rows), rows)
     }
 
-    /// The launch of [`EXPERTS_DOWN`] for T rows.
+    /// The launch of [`PREFILL_EXPERTS_DOWN`] for T rows.
     pub fn experts_down(self, format: TileFormat, rows: usize) -> (Kernel, Launch) {
-        self.experts(&EXPERTS_DOWN, format, self.experts_way(rows), rows)
+        self.experts(&PREFILL_EXPERTS_DOWN, format, self.experts_way(rows), rows)
     }
 
     /// Most rows of a tile of the experts' kernels for T rows, which [`PREFILL_GROUP`] has to know.
@@ -379,7 +381,7 @@ impl Products {
         waves * (TILE_PANELS * args.k_tiles as usize * chunk + ends)
     }
 
-    /// The launch of [`LINEAR`], [`LOGITS`] or [`SWIGLU`] in one of its ways.
+    /// The launch of [`PREFILL_LINEAR`], [`PREFILL_LOGITS`] or [`PREFILL_SWIGLU`] in one of its ways.
     pub fn linear_launch(
         self,
         product: &Product,
@@ -400,7 +402,7 @@ impl Products {
         (product.kernel(format, way), self.launch(shape, shape.units(args), bytes))
     }
 
-    /// The launch of [`EXPERTS_UP`] or [`EXPERTS_DOWN`] in one of its ways, for T rows.
+    /// The launch of [`PREFILL_EXPERTS_UP`] or [`PREFILL_EXPERTS_DOWN`] in one of its ways, for T rows.
     pub fn experts(self, product: &Product, format: TileFormat, way: Way, rows: usize) -> (Kernel, Launch) {
         let up = product.ending == Ending::SwigluPanels;
         let (tiles, x, out) = if up { (256, HIDDEN, EXPERT_WIDTH) } else { (128, EXPERT_WIDTH, HIDDEN) };
@@ -538,7 +540,9 @@ mod tests {
     fn shared_memory_fits() {
         let products = Products::of(9, 132);
         for format in FORMATS {
-            for product in [&LINEAR, &LOGITS, &SWIGLU, &EXPERTS_UP, &EXPERTS_DOWN] {
+            for product in
+                [&PREFILL_LINEAR, &PREFILL_LOGITS, &PREFILL_SWIGLU, &PREFILL_EXPERTS_UP, &PREFILL_EXPERTS_DOWN]
+            {
                 for &way in product.ways {
                     let shape = Shape::of(product, format, way);
                     // sm_86, sm_89 and sm_120 give a block 99 KiB; Hopper 227, and 228 to all blocks, each with 1 of its own.
@@ -550,7 +554,7 @@ mod tests {
                     );
                 }
             }
-            for product in [&EXPERTS_UP, &EXPERTS_DOWN] {
+            for product in [&PREFILL_EXPERTS_UP, &PREFILL_EXPERTS_DOWN] {
                 let (_, launch) = products.experts(product, format, Way::Wide(256), 8192);
                 assert_eq!(launch.grid, [132, 1, 1]);
             }
@@ -584,10 +588,11 @@ mod tests {
     fn blocks_that_work_together_all_exist() {
         for processors in [1, 2, 3, 108, 131, 132] {
             for rows in [1, 8, 9, 300, 16_384] {
-                for &way in LINEAR.ways {
-                    let shape = Shape::of(&LINEAR, TileFormat::Nvfp4, way);
+                for &way in PREFILL_LINEAR.ways {
+                    let shape = Shape::of(&PREFILL_LINEAR, TileFormat::Nvfp4, way);
                     let products = Products::of(9, processors);
-                    let (_, launch) = products.linear_launch(&LINEAR, TileFormat::Nvfp4, way, &args(21, 1, rows));
+                    let (_, launch) =
+                        products.linear_launch(&PREFILL_LINEAR, TileFormat::Nvfp4, way, &args(21, 1, rows));
                     assert!(launch.grid[0] > 0 && launch.grid[0].is_multiple_of(shape.together as u32), "{launch:?}");
                 }
             }
