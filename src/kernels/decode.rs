@@ -1,8 +1,8 @@
 //! The products of the fast decode path: `cuda/decode_*.cu` but attention, and `cuda/args_decode.h`.
 
-use std::{ffi::CStr, mem::offset_of};
+use std::mem::offset_of;
 
-use super::{Kernel, Launch};
+use super::{Kernel, Launch, symbol};
 use crate::tiles::{TILE_COLS, TILE_ROWS, TileFormat};
 
 /// Rows of a step that the kernels are compiled for; a step of B rows uses the smallest that holds it.
@@ -174,13 +174,6 @@ impl Family {
 /// Index into [`ROWS`] of the kernel for `rows` rows.
 fn variant(rows: usize) -> usize {
     ROWS.iter().position(|&most| rows <= most).expect("a step has 1 to 8 rows")
-}
-
-const fn symbol(bytes: &'static [u8]) -> &'static CStr {
-    match CStr::from_bytes_with_nul(bytes) {
-        Ok(symbol) => symbol,
-        Err(_) => panic!("a symbol ends with its only zero byte"),
-    }
 }
 
 macro_rules! family {

@@ -32,6 +32,14 @@ pub struct Kernel {
     pub pdl: bool,
 }
 
+/// A name that was put together, with a zero byte behind it.
+const fn symbol(bytes: &'static [u8]) -> &'static CStr {
+    match CStr::from_bytes_with_nul(bytes) {
+        Ok(symbol) => symbol,
+        Err(_) => panic!("a symbol ends with its only zero byte"),
+    }
+}
+
 /// The shape and the price of one launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launch {

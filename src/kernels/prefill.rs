@@ -1,11 +1,12 @@
 //! Products over many rows: `cuda/prefill_linear.cu`, `cuda/prefill_experts.cu`, `cuda/prefill_route.cu` and
 //! `cuda/args_prefill.h`.
 
-use std::{ffi::CStr, mem::offset_of};
+use std::mem::offset_of;
 
 use super::{
     Kernel, Launch,
     decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN, distinct_experts},
+    symbol,
 };
 use crate::tiles::{PARTS, TILE_COLS, TILE_ROWS, TileFormat};
 
@@ -231,13 +232,6 @@ impl Product {
     fn kernel(&self, format: TileFormat, way: Way) -> Kernel {
         let index = self.ways.iter().position(|&other| other == way).expect("a way of this product");
         self.kernels[usize::from(format == TileFormat::Bf16)][index]
-    }
-}
-
-const fn symbol(bytes: &'static [u8]) -> &'static CStr {
-    match CStr::from_bytes_with_nul(bytes) {
-        Ok(symbol) => symbol,
-        Err(_) => panic!("a symbol ends with its only zero byte"),
     }
 }
 
