@@ -35,14 +35,12 @@ mod report {
         config::FlintConfig,
         gpu::{Call, Device, GpuModel, IMAGES, RunOptions, SequenceId, Source},
         kernels::{SYNTHETIC_BF16, SampleStart, SyntheticArgs, synthetic_launch},
-        plan::{CHUNK_TOKENS, Ending, Limits, Operation, Step, TOKEN_RING, Totals},
+        plan::{CHUNK_TOKENS, Ending, H200_BYTES_PER_SECOND, Limits, Operation, Step, TOKEN_RING, Totals},
         sampling::SamplingParams,
     };
 
     use super::prefill;
 
-    /// What an H200 was measured to read, in bytes a second.
-    pub(crate) const CEILING: f64 = 4.55e12;
     /// Replays that are timed together, at most and for how long about, and how often.
     const REPLAYS: usize = 20;
     const SAMPLE_US: f64 = 8000.0;
@@ -135,7 +133,7 @@ mod report {
                 self.fixed,
                 bytes as f64 / 1e6,
                 rate / 1e9,
-                rate / CEILING,
+                rate / H200_BYTES_PER_SECOND,
             )?;
             Ok(self.out.flush()?)
         }

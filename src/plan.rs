@@ -30,7 +30,7 @@ pub use chunk::{Chunk, ChunkInputs, Part};
 pub use fast::{FastLayer, FastMlp, FastWeights, Packed};
 pub use fit::fit;
 pub use general::{GeneralLayer, GeneralMlp, GeneralWeights, Stored};
-pub use print::Totals;
+pub use print::{H200_BYTES_PER_SECOND, H200_FLOPS, Totals};
 pub use types::{MatrixType, Types};
 
 pub use crate::kernels::decode::distinct_experts;

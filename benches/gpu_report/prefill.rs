@@ -6,13 +6,11 @@ use flint_rs::{
     cancel::Cancel,
     config::Attention,
     gpu::{Call, GpuModel},
-    plan::{Bases, Operation, Part, Step, Totals},
+    plan::{Bases, H200_BYTES_PER_SECOND, H200_FLOPS, Operation, Part, Step, Totals},
 };
 
-use super::report::{CEILING, Result};
+use super::report::Result;
 
-/// What an H200's tensor cores were measured to do with BF16, in operations a second.
-const FLOPS_CEILING: f64 = 790e12;
 /// Runs that are timed, of which the median counts; of a long prompt one.
 const SAMPLES: usize = 3;
 const LONG: usize = 50_000;
@@ -41,10 +39,10 @@ impl Table {
             work.tokens as f64 / seconds,
             bytes / 1e6,
             bytes / seconds / 1e9,
-            bytes / seconds / CEILING,
+            bytes / seconds / H200_BYTES_PER_SECOND,
             flops / 1e12,
             flops / seconds / 1e12,
-            flops / seconds / FLOPS_CEILING,
+            flops / seconds / H200_FLOPS,
         )?;
         Ok(self.out.flush()?)
     }

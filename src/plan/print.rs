@@ -5,9 +5,9 @@ use std::fmt;
 use super::{Bases, Ending, Operation, Part, Path, Plan, Step};
 
 /// What an H200 was measured to read, in bytes a second.
-const H200_BYTES_PER_SECOND: f64 = 4.55e12;
+pub const H200_BYTES_PER_SECOND: f64 = 4.55e12;
 /// What its tensor cores were measured to do with BF16, in operations a second.
-const H200_FLOPS: f64 = 790e12;
+pub const H200_FLOPS: f64 = 790e12;
 
 impl fmt::Display for Path {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
