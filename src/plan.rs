@@ -112,11 +112,11 @@ pub enum Operation {
     Embed,
     /// Residual add and norm, where they are a kernel of their own.
     Norm,
-    /// q, k and v; on the fast path with the norm in front.
+    /// q, k and v; through the kernels of decode with the norm in front.
     Qkv,
     /// q/k norm, rotation and KV write, where they are a kernel of their own.
     QkvFinish,
-    /// Attention; on the fast path with what is before it.
+    /// Attention; through the kernels of decode with what is before it.
     Attention,
     /// Attention's output projection.
     Output,
@@ -124,27 +124,27 @@ pub enum Operation {
     DenseUp,
     /// A dense layer's down projection.
     DenseDown,
-    /// Router logits; on the fast path with the norm in front and the shared expert's gate and up.
+    /// Router logits; through the kernels of decode scores, with the norm in front.
     Router,
     /// The choice of experts, where it is a kernel of its own.
     Choose,
-    /// The order of a chunk's tokens by expert.
+    /// The order of tokens by expert, in a chunk or a step of many rows.
     Group,
-    /// Rows of a chunk in that order.
+    /// Their rows in that order.
     Gather,
     /// The shared expert's gate and up, where they are a kernel of their own.
     SharedUp,
-    /// The chosen experts' gate and up.
+    /// The chosen experts' gate and up; through the kernels of decode with the shared expert's.
     ExpertsUp,
     /// The chosen experts' and the shared expert's down projection, and their sum.
     Down,
-    /// The chosen experts' down projection in a chunk.
+    /// The chosen experts' down projection, where it is a kernel of its own.
     ExpertsDown,
-    /// The shared expert's in a chunk.
+    /// The shared expert's.
     SharedDown,
     /// The sum of both.
     Combine,
-    /// Logits; on the fast path with the norm in front.
+    /// Logits; through the kernels of decode with the norm in front.
     LmHead,
     /// The choice of the next token.
     Sample,
@@ -382,8 +382,7 @@ impl Plan {
         }
     }
 
-    /// For each layer: its part of block 0 of its pool, bf16 values from a block to the next, its block table, its window
-    /// (0 for full attention) and its rotary frequencies (0 for none).
+    /// For each layer.
     fn cache(&self, bases: &Bases) -> Vec<LayerCache> {
         let buffers = self.buffers.at(bases.buffers);
         let (mut n_full, mut n_window) = (0, 0);
@@ -409,10 +408,15 @@ impl Plan {
 /// What attention of one layer reads beside activations.
 #[derive(Clone, Copy, Debug)]
 struct LayerCache {
+    /// Its part of block 0 of its pool.
     kv: u64,
+    /// bf16 values from a block to the next.
     block_stride: u64,
+    /// Its block table.
     blocks: u64,
+    /// `None` for full attention.
     window: Option<u32>,
+    /// Rotary frequencies; 0 for no rotation.
     inv_freq: u64,
 }
 

@@ -1,4 +1,4 @@
-//! The packed weights of the fast GPU decode path: `cuda/layout.cuh` draws the layout, this packs it. Lossless: a tile
+//! The packed weights of the fast GPU path: `cuda/layout.cuh` draws the layout, this packs it. Lossless: a tile
 //! holds the same numbers, and everything but the codes under a zero scale can be read back bit for bit.
 
 use half::bf16;

@@ -105,6 +105,7 @@ impl CpuGeneration {
         let kv = model.new_kv();
         Self { kv, sampler, transcript, vocab, pending: prompt, prompt_top_n, progress: Some(progress) }
     }
+
     /// Computes the next token.
     pub fn step(&mut self, model: &CpuModel, cancel: &Cancel) -> Result<Reply> {
         let start = Instant::now();

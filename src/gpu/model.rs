@@ -191,8 +191,7 @@ impl GpuModel {
         self.read_logits(rows.len())
     }
 
-    /// Queues one token for each of some sequences, whose logits nobody needs: a prompt's tokens but the last. Ends the
-    /// decode loop.
+    /// Queues one token for each of some sequences, whose logits nobody needs. Ends the decode loop.
     ///
     /// Errors: as [`Self::forward`].
     pub fn feed(&mut self, rows: &[(SequenceId, u32)]) -> Result<()> {

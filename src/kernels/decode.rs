@@ -1,4 +1,4 @@
-//! The products of the fast decode path: `cuda/decode_*.cu` but attention, and `cuda/args_decode.h`.
+//! The products of the fast decode path: `cuda/decode_*.cu` but attention and the sampler, and `cuda/args_decode.h`.
 
 use std::mem::offset_of;
 
