@@ -57,7 +57,7 @@ rust_tests() { # the test binaries
 if [[ $part == sanitize ]]; then
     # Whole models take hours under it, and their kernels are those of the other tests.
     for tool in memcheck racecheck initcheck; do
-        for test in $(rust_tests | grep -vE '/gpu_(batch|model|load)$'); do
+        for test in $(rust_tests | grep -vE '/gpu_(batch|load|model|prefill_model|recall)$'); do
             run "${tool}_$(basename "$test")" compute-sanitizer --tool "$tool" --error-exitcode 1 "$test" --ignored --test-threads=1
         done
     done
