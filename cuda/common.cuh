@@ -16,8 +16,8 @@ __device__ __forceinline__ void pdl_wait() {
 }
 
 // Lets the next kernel start, up to its own wait. Comes right after the wait: a kernel that runs ahead then knows that
-// all kernels but its direct predecessor have ended, so it may read whatever those wrote. Where it comes first, the next
-// kernel knows this of one kernel less.
+// all kernels but its direct predecessor have ended, so it may read whatever those wrote. Where it comes first, the
+// next kernel knows this of one kernel less.
 __device__ __forceinline__ void pdl_launch() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
