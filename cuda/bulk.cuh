@@ -48,13 +48,14 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) 
         : "memory");
 }
 
-// Copies to the same place in each block of `mask` and completes on its barrier; all but the mask 16-byte aligned.
+// Copies to this block and completes on `barrier`; addresses and length are multiples of 16.
 __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
+// The same to each block of the cluster in `mask`, to the same place, and completes on its barrier there.
 __device__ __forceinline__ void bulk_copy_all(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
                                               uint16_t mask) {
     asm volatile(

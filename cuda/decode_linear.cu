@@ -13,7 +13,8 @@
 // launch   kGroups groups of kSplit warps a block; a group takes whole strips, strip = block + n * blocks, each warp
 //          k / 512 / kSplit tiles of it; dynamic shared memory NB * x_stride(k) + sums
 // bound    memory: strips * k / 512 * tile bytes; at one row the latency of the chain
-// PDL      weights and scales of the first strip, and the norm's weight, are requested before the wait
+// PDL      weights and scales of the first strip, and the norm's weight, are requested before the wait; triggers right
+//          after it, decode_qkv before it
 #include "gemv.cuh"
 
 namespace {

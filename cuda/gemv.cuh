@@ -7,7 +7,6 @@
 
 constexpr int kHidden = 2048;
 constexpr int kNormWarps = 8;
-constexpr int kNormGroup = kHidden / kNormWarps;  // inputs of a row that one warp norms, 8 a lane
 
 // Bytes between the rows of x in shared memory: 16 more than a row, so that the 8 columns of a B fragment lie in
 // different banks.
@@ -31,7 +30,7 @@ __device__ __forceinline__ void copy_async_join() {
     asm volatile("cp.async.commit_group;\n\tcp.async.wait_group 0;" ::: "memory");
 }
 
-// kParts pieces of 16 bytes from global to shared memory, piece `i` of them by a call to `copy(i, from, to)`, which
+// kParts pieces of 16 bytes from global to shared memory, piece `i` of them by a call to `where(i, from, to)`, which
 // says where it lies and where it goes, or returns false where zeros go. A few go through registers, which is the
 // shorter way; many go past them. The caller synchronises.
 template <int kParts, typename Where>

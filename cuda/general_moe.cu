@@ -1,10 +1,9 @@
 // general_moe.cu: router, SwiGLU and experts of any number and size.
 //
 //   general_router        the K largest sigmoid(logits), ties to the lowest index; weights = scores / their sum
-//   general_swiglu        act[b, j] = bf16(silu(gate x[b]) * (up x[b])), of one pair of matrices or of expert
-//   experts[b, j] general_experts_down  delta[b] = bf16(bf16(sum over j of weights[b, j] * bf16(experts[chosen[b, j]]
-//   act[b, j])) +
-//                                         bf16(shared act_shared[b])), the sum in fp32 in ascending j
+//   general_swiglu        act[b, j] = bf16(silu(gate x[b]) * (up x[b])), of one pair of matrices or of experts[b, j]
+//   general_experts_down  delta[b] = bf16(bf16(sum over j of weights[b, j] * y[b, j]) + bf16(shared act_shared[b])),
+//                         y[b, j] = bf16(experts[chosen[b, j]] act[b, j]), the sum in fp32 in ascending j
 //
 // in, out  see args_general.h
 // launch   general_router: grid B, block 32; general_swiglu: grid (ceil(rows / 8), K, B), block 256, a warp a row;

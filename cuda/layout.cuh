@@ -1,4 +1,4 @@
-// The packed weight layouts of the fast decode path, and what turns them into tensor-core operands.
+// The packed weight layouts of the fast path, and what turns them into tensor-core operands.
 //
 // A matrix [rows, k] is cut into strips of 16 rows, and a strip into tiles of 512 inputs that follow each other along
 // k:

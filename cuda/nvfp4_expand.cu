@@ -14,7 +14,7 @@
 
 #include <cuda_bf16.h>
 
-#include "args.h"
+#include "args_expand.h"
 #include "common.cuh"
 
 namespace {

@@ -1,9 +1,9 @@
 // Products over many rows, D[weight rows, columns] = W x^T, apart from how the tensor cores are fed: weights on their
 // way to A fragments, the units of work, and what becomes of the sums. A column is a row of x: a token.
 //
-// A unit of work is 8 strips of 16 weight rows, one a warp, and up to kMost columns. A lane's
-// sums are those of mma.m16n8k16: d[4 c + q] belongs to weight row g (q < 2) or g + 8 and to column 8 c + 2 t + q % 2.
-// Each sum runs over the inputs in order in one accumulator, so its bits depend on its column alone.
+// A unit of work is 8 strips of 16 weight rows, one a warp, and up to kMost columns. A lane's sums are those of
+// mma.m16n8k16: d[4 c + q] belongs to weight row g (q < 2) or g + 8 and to column 8 c + 2 t + q % 2. Each sum runs over
+// the inputs in order in one accumulator, so its bits depend on its column alone.
 #pragma once
 
 #include "args_prefill.h"

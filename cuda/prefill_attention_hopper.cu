@@ -9,9 +9,8 @@
 // out      attn [16 G, panel_rows, 64] bf16 in the order of panel.cuh
 // p is rounded to bf16 for the product with v, relative to m as it stands then; all else is fp32.
 //
-// launch   grid min(n_tiles G, SMs), block 384, dynamic shared memory kSharedBytes. Thread blocks take work items,
-// which
-//          are a tile and a KV head each, off a counter, in the order of the table.
+// launch   grid min(n_tiles G, SMs), block 384, dynamic shared memory kSharedBytes. Thread blocks take work items off a
+//          counter, in the order of the table: an item is a tile and a KV head.
 // order    keys come in steps of 128 positions that begin at multiples of 128, in ascending order, and a step that a
 //          token does not see leaves its maximum, sum and output as they are to the bit. So a token's result depends
 //          on its own position alone: neither on the tile that it is in, nor on its place there, nor on the launch.

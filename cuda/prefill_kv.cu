@@ -6,7 +6,7 @@
 // in       qkv [T, 10 G, 128] bf16, tiles, blocks, norms, inv_freq: see args_prefill_attention.h
 // out      q in place, in the order of prefill_tile.cuh; of the tiles' positions alone, kv per block and layer: K [G,
 //          64 positions, 128], V [G, 128, 64 positions], bf16
-// The bits are those of decode_attention.cu.
+// As decode_attention.cu, up to the last bits of the norm's factor.
 //
 // launch   grid (tiles, G), block 256; no dynamic shared memory
 // bound    memory: 5 KB a token and KV head

@@ -11,7 +11,7 @@ pub const NVFP4_EXPAND_BF16: Kernel =
 /// NVFP4 blocks in GGUF order to fp32.
 pub const NVFP4_EXPAND_F32: Kernel = Kernel { symbol: c"nvfp4_expand_f32", ..NVFP4_EXPAND_BF16 };
 
-/// The argument of both `nvfp4_expand` kernels, as in `cuda/args.h`.
+/// The argument of both `nvfp4_expand` kernels, as in `cuda/args_expand.h`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Nvfp4ExpandArgs {

@@ -1,5 +1,5 @@
-// The argument struct of every kernel, passed by value. src/kernels.rs mirrors each one; both sides assert size and
-// offsets, and the sizes are compared once more with what the driver reports when a kernel is loaded.
+// Arguments of nvfp4_expand.cu; src/kernels/expand.rs mirrors them. As for every kernel, both sides assert size and
+// offsets, and sizes are compared once more with what the driver reports when a kernel is loaded.
 #pragma once
 
 #include <cstddef>
