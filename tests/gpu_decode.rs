@@ -113,7 +113,7 @@ enum After {
     SwiGlu,
 }
 
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, reason = "a case of the tests below, on one line each")]
 fn linear(
     gpu: &Gpu,
     family: &decode::Family,

@@ -1,5 +1,5 @@
 //! Random Flints and bounds for tests of the CPU backend.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::sync::Arc;
 

@@ -58,7 +58,7 @@ impl Engine {
     }
 
     /// As [`reference::forward_block`].
-    #[allow(clippy::too_many_arguments)]
+    #[allow(clippy::too_many_arguments, reason = "those of the reference, which it stands for")]
     pub(super) fn forward_block(
         &self,
         weights: &Weights,

@@ -57,7 +57,7 @@ impl<'a> Disjoint<'a> {
     ///
     /// # Safety
     /// While the result lives, no other result of `slice` may overlap it.
-    #[allow(clippy::mut_from_ref)]
+    #[allow(clippy::mut_from_ref, reason = "the caller promises that no two overlap")]
     pub unsafe fn slice(&self, range: Range<usize>) -> &mut [f32] {
         assert!(range.start <= range.end && range.end <= self.len);
         // SAFETY: inside the borrowed slice by the assertion, and not aliased by the caller's promise.

@@ -58,7 +58,7 @@ pub(super) fn forward_block(
 
 /// One layer: attention and feed-forward of `x` (`[T, D]`, the output of the layer before), to be added to `residual` by the
 /// next norm.
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, reason = "a layer's inputs, each once")]
 fn layer(
     weights: &Weights,
     index: usize,
