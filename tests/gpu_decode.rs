@@ -113,7 +113,7 @@ enum After {
     SwiGlu,
 }
 
-#[allow(clippy::too_many_arguments, reason = "a case of the tests below, on one line each")]
+#[allow(clippy::too_many_arguments, reason = "a launch, taken apart once")]
 fn linear(
     gpu: &Gpu,
     family: &decode::Family,

@@ -10,7 +10,7 @@ use crate::{
     plan::{Chunk, Ending, Part, Step},
 };
 
-/// Chunks that are queued and have not ended, at most: the device never waits for the host, and stops within one.
+/// Chunks that are queued and have not ended, at most: the device never waits for the host, and stops within two.
 const AHEAD: usize = 2;
 /// Tokens whose logits reach the host at a time.
 const HOST_ROWS: usize = 64;
