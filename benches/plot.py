@@ -53,7 +53,7 @@ def draw(path: Path) -> Path | None:
     points = measures.get("end_to_end") or measures.get("forward")
     if not points:
         return None
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.2), layout="constrained")
     lines(left, points, 1, "batch {}")
     lines(right, points, 0, "context {}")
     left.set_xlabel("context, tokens of each sequence")
@@ -61,13 +61,21 @@ def draw(path: Path) -> Path | None:
     contexts = sorted({context for context, _ in points})
     left.set_xticks(contexts, [f"{round(context / 1024)}K" for context in contexts])
     right.set_xlabel("batch, sequences a step")
-    right.set_xticks(sorted({batch for _, batch in points}))
+    right.set_xscale("log", base=2)
+    batches = sorted({batch for _, batch in points})
+    right.set_xticks(batches, [str(batch) for batch in batches])
     for axes in (left, right):
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
         axes.set_ylabel("ms a step")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, title=f"dashed: bytes / {CEILING} TB/s", title_fontsize=8, loc="best")
+        axes.legend(
+            fontsize=8,
+            title=f"dashed: bytes / {CEILING} TB/s",
+            title_fontsize=8,
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
+        )
     figure.suptitle(f"{title}: end to end")
     target = path.with_suffix(".png")
     figure.savefig(target, dpi=80, pil_kwargs={"optimize": True})

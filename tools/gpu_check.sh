@@ -82,6 +82,8 @@ if [[ $part != tests ]]; then
         # Large steps have their memory for 256 sequences, which long contexts do not leave. Options ask for something else.
         [[ $# -gt 0 ]] || run "batches_$format" "$here/gpu_report" --synthetic "$format" --date "$(date -I)" \
             --contexts 1024 --batches 16,32,64,128,256 --out "$out/batches_$format.csv"
+        [[ $# -gt 0 ]] || run "prompts_$format" "$here/gpu_report" --synthetic "$format" --date "$(date -I)" \
+            --prefill 512,2048,8192,32768,100000,262000 --out "$out/prompts_$format.csv"
         run "python_$format" python3 "$here/gpu_python.py" --synthetic "$format" --out "$out/python.csv"
     done
 fi
