@@ -141,7 +141,7 @@ impl FastWeights {
 /// The format of the tiles, or the first fact that keeps the model off this path.
 pub(super) fn format(config: &FlintConfig, types: &Types, card: Card) -> Result<TileFormat, String> {
     if card.major < 9 {
-        return Err(format!("the card has compute capability {}.x, the tiled kernels are made for 9.0", card.major));
+        return Err(format!("the card has compute capability {}.x, the tiled kernels need 9.0 or newer", card.major));
     }
     let moe = config.layers.iter().any(|layer| layer.mlp == Mlp::Moe);
     let dense = config.layers.iter().any(|layer| layer.mlp == Mlp::Dense);
