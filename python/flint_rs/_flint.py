@@ -110,7 +110,7 @@ class Flint(Model):
             UnavailableError: If the device or the memory is not available.
             DeviceError: If the GPU fails.
         """
-        if isinstance(dims, (str, os.PathLike)):
+        if isinstance(dims, (str, os.PathLike)) and os.fspath(dims):
             text = Path(dims).read_text(encoding="utf-8")
         elif dims is None or isinstance(dims, Mapping):
             text = json.dumps(dict(dims or {}))

@@ -92,13 +92,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.set_defaults(command=_generate)
     generate.add_argument("prompt", nargs="?", help="the prompt; - reads standard input, as does none in a pipe")
-    _add_model_options(generate)
+    model = _add_model_options(generate)
     generate.add_argument("--json", action="store_true", help="print one JSON object at the end, instead of streaming")
     generate.add_argument("--quiet", action="store_true", help="no device and no figures on standard error")
-    generate.add_argument(
+    model.add_argument(
         "--synthetic",
         choices=["nvfp4", "bf16"],
-        help="random weights of the size of Flint 40B instead of a model: prompt and output are token ids",
+        help="random weights as large as Flint 40B, 23 or 80 GB, instead of a model: prompt and output are token ids",
     )
     _add_sampling_options(generate)
 
@@ -151,8 +151,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def _add_model_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """The options of loading. Returns the group of what there may be one of: `--model` and what stands in its place."""
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
         "--model",
         default=flint_rs.SMALL_MODEL,
         help="a GGUF file, a folder of safetensors, or a repository (default: the small model that ships)",
@@ -166,6 +168,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="most tokens of a text (default: the model's, or what the GPU's memory holds)",
     )
+    return model
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:

@@ -37,6 +37,10 @@ def resolve(path_or_repo: str | os.PathLike[str]) -> Path:
     if not isinstance(path_or_repo, (str, os.PathLike)):
         msg = f"path_or_repo: expected a path or a repository id, found {path_or_repo!r}"
         raise TypeError(msg)
+    if not os.fspath(path_or_repo):
+        # A path object would make the current folder of it.
+        msg = f"path_or_repo: expected a path or a repository id, found {path_or_repo!r}"
+        raise InvalidValueError(msg)
     path = Path(path_or_repo)
     match = _REPOSITORY.fullmatch(path_or_repo) if isinstance(path_or_repo, str) else None
     # `models/flint.gguf` is a mistyped path: no repository is named like a file.

@@ -11,7 +11,10 @@ use std::{
 use pyo3::prelude::*;
 use serde::Serialize;
 
-use super::{params::argument, wait};
+use super::{
+    params::{argument, callback},
+    wait,
+};
 use crate::{
     cancel::Cancel,
     convert::{ConvertOptions, WeightType},
@@ -76,6 +79,7 @@ pub fn convert(
         other => return Err(Error::value("type", format!("{other:?}"), "nvfp4 or bf16").into()),
     };
     let overwrite = overwrite.map_or(Ok(false), |value| argument("overwrite", value, "True or False"))?;
+    let progress = callback("progress", progress)?;
     let options = ConvertOptions { weight_type, overwrite };
     let (cancel, state) = (Cancel::default(), Progress::default());
     let (inner_cancel, inner_state) = (cancel.clone(), state.clone());

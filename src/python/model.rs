@@ -18,7 +18,7 @@ use pyo3::{
 use super::{
     device_array::DeviceArray,
     files::{self, to_python},
-    params::{SamplingParams, argument},
+    params::{SamplingParams, argument, callback},
     stream::{Progress, Request, Stream},
     wait,
 };
@@ -137,7 +137,7 @@ impl Model {
     ) -> PyResult<Bound<'py, PyAny>> {
         let params = SamplingParams::of_request(params, options)?;
         let (prompts, many) = prompts(prompt)?;
-        let progress = Progress::new(progress);
+        let progress = Progress::new(callback("progress", progress)?);
         let (read, total) = (progress.read.clone(), Arc::clone(&progress.total));
         let results = self.run_showing(
             py,
@@ -178,7 +178,7 @@ impl Model {
             return Err(Error::value("prompt", "a list of prompts", "one prompt, to stream").into());
         };
         let (engine, start) = (self.engine()?, Instant::now());
-        let (cancel, progress) = (self.closing.child(), Progress::new(progress));
+        let (cancel, progress) = (self.closing.child(), Progress::new(callback("progress", progress)?));
         let (read, total) = (&progress.read, &progress.total);
         let request = py.detach(|| {
             let tokens = prompt.tokens(&engine)?;
@@ -228,6 +228,7 @@ impl Model {
             let shape = (ids.len(), logits.len() / ids.len());
             Ok(Array2::from_shape_vec(shape, logits).expect("the engine returns whole rows"))
         })?;
+        import_numpy(py)?;
         Ok(logits.into_pyarray(py).into_any())
     }
 
@@ -238,6 +239,7 @@ impl Model {
             let scores = engine.score(&ids, 0, cancel)?;
             Ok(scores.into_iter().map(|score| score.chosen.logprob).collect::<Vec<_>>())
         })?;
+        import_numpy(py)?;
         Ok(scores.into_pyarray(py))
     }
 
@@ -405,4 +407,10 @@ fn token_ids_argument(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>
     }
     let items: Vec<Bound<'_, PyAny>> = argument(name, value, accepted)?;
     items.iter().enumerate().map(|(i, item)| argument(&format!("{name}[{i}]"), item, "a token id")).collect()
+}
+
+/// The first array imports NumPy, and panics when that fails or is interrupted: here it is an exception, and nothing is left
+/// to fail after it.
+fn import_numpy(py: Python<'_>) -> PyResult<()> {
+    py.import("numpy").map(drop)
 }

@@ -25,6 +25,17 @@ fn shown(value: &Bound<'_, PyAny>) -> String {
     }
 }
 
+/// A callback that may be left out. Errors: `TypeError` naming `name`, before any work begins.
+pub fn callback<'a, 'py>(name: &str, value: Option<&'a Bound<'py, PyAny>>) -> PyResult<Option<&'a Bound<'py, PyAny>>> {
+    match value.filter(|value| !value.is_none()) {
+        Some(value) if !value.is_callable() => {
+            let found = shown(value);
+            Err(PyTypeError::new_err(format!("{name}: expected None or a callable, found {found}")))
+        }
+        callback => Ok(callback),
+    }
+}
+
 /// Converts the argument `name`; the error of one that does not fit names it and says what is accepted.
 pub fn argument<'py, T>(name: &str, value: &Bound<'py, PyAny>, accepted: &str) -> PyResult<T>
 where

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -101,8 +102,10 @@ def test_progress_of_prompts(slow_flint: Flint) -> None:
         with pytest.raises(RuntimeError):
             start(stop)
     assert slow_flint.generate([1], max_tokens=1, progress=lambda *_: None).usage.prompt_tokens == 1
-    with pytest.raises(TypeError, match="callable"):
-        slow_flint.generate([1] * 60, max_tokens=1, progress=5)  # type: ignore[call-overload]
+    # Also of a prompt that is too short for a call.
+    for start in (slow_flint.generate, slow_flint.stream):
+        with pytest.raises(TypeError, match="progress: expected None or a callable, found 5"):
+            start([1], max_tokens=1, progress=5)  # type: ignore[call-overload]
 
 
 def test_astream_equals_stream(flint: Flint) -> None:
@@ -481,3 +484,29 @@ def test_an_error_shows_no_more_than_a_line_of_a_value() -> None:
     with pytest.raises(TypeError, match=r"^temperature: .* \.\.\.$") as caught:
         flint_rs.SamplingParams(temperature=[8171] * 100_000)
     assert len(str(caught.value)) < 300
+
+
+def test_a_numpy_that_cannot_be_imported_is_an_error(gguf_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ImportError('no such luck')")
+    code = f"""
+import flint_rs
+with flint_rs.Flint({str(gguf_path)!r}, device="cpu") as flint:
+    for call in (flint.logits, flint.score):
+        try:
+            call([1, 2])
+        except ImportError as error:
+            print(error)
+    print(flint.generate([1], max_tokens=2, ignore_eos=True).usage.completion_tokens)
+"""
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (result.returncode, result.stdout.split("\n")[:3]) == (0, ["no such luck", "no such luck", "2"]), (
+        result.stderr
+    )

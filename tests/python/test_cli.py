@@ -169,6 +169,7 @@ def test_wrong_usage(gguf_path: Path, tmp_path: Path) -> None:
     fails(run("the", "--model", gguf_path, "--logprobs", "1"), 2, "--json")
     fails(run("the", "--model", gguf_path, "--threads", "0"), 2, "threads")
     fails(run("", "--model", gguf_path), 2, "prompt")
+    fails(run("1", "--model", gguf_path, "--synthetic", "nvfp4"), 2, "--synthetic", "--model")
     fails(run("the", "--model", gguf_path, "--context", "0"), 2, "context_tokens")
     fails(run("the", "--model", tmp_path / "none.gguf"), 1, "none.gguf")
     fails(run("inspect", __file__), 1, "test_cli.py")

@@ -29,6 +29,13 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
+def test_no_name_is_not_the_current_folder() -> None:
+    with pytest.raises(flint_rs.InvalidValueError, match="path_or_repo: expected a path or a repository id, found ''"):
+        flint_rs.Flint("")
+    with pytest.raises(TypeError, match="dims: expected"):
+        flint_rs.Flint.synthetic(dims="")
+
+
 def test_paths_come_first(gguf_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.resolve(gguf_path) == gguf_path
     assert hub.resolve(str(gguf_path)) == gguf_path
