@@ -96,7 +96,7 @@ def test_plan(gguf_path: Path) -> None:
     assert text.returncode == 0, text.stderr
     for word in ("general, because", "2 x 128 tokens", "general_attention", "step of 2 at position 127"):
         assert word in text.stdout
-    fails(run("plan", gguf_path, "--sequences", 9), 2, "sequences", "1 to 8", "9")
+    fails(run("plan", gguf_path, "--sequences", 257), 2, "sequences", "1 to 256", "257")
 
 
 def test_inspect(gguf_path: Path) -> None:
