@@ -4,17 +4,17 @@
 #![cfg(feature = "cuda")]
 
 mod cpu_support;
+mod gpu_support;
 
-use cpu_support::{Random, configs, mean_kl};
+use cpu_support::{Random, mean_kl};
 use flint_rs::{
     cancel::Cancel,
-    checkpoint::DType,
-    config::FlintConfig,
-    gpu::{GpuModel, RunOptions, SequenceId, Source},
+    gpu::{GpuModel, RunOptions, SequenceId},
     kernels::SampleStart,
-    plan::{Limits, Path},
+    plan::Path,
     sampling::SamplingParams,
 };
+use gpu_support::{bits, load, models, synthetic};
 
 /// Sequences of the largest step here.
 const MANY: usize = 40;
@@ -26,35 +26,11 @@ const STEPS: usize = 6;
 /// As in `gpu_prefill_model.rs`: two runs in BF16 that add in other orders.
 const KL_BETWEEN_RUNS: f64 = 3.6e-3;
 
-/// Models of both paths and both formats of tiles, with all kinds of layers.
-fn models() -> Vec<(FlintConfig, DType)> {
-    let small = configs(true).pop().unwrap();
-    let full_width = FlintConfig::flint(5, 1024);
-    vec![(small, DType::Bf16), (full_width.clone(), DType::Bf16), (full_width, DType::Nvfp4)]
-}
-
-fn load(config: &FlintConfig, dtype: DType, chunk_tokens: usize) -> GpuModel {
-    let limits = Limits {
-        sequences: MANY,
-        context_tokens: config.context_length.min(2048),
-        vocab_tokens: config.vocab_size,
-        chunk_tokens,
-    };
-    let source = Source::Synthetic { config, seed: 3, dtype };
-    let model = GpuModel::load(source, limits, RunOptions::default(), &mut |_, _| {}, &Cancel::default()).unwrap();
-    println!("{}: {}", model.device().name().unwrap(), model.plan().path());
-    model
-}
-
 /// Lengths around the borders of blocks and of the window, the first ones being the most different.
 fn prompts(random: &mut Random, vocab: usize) -> Vec<Vec<u32>> {
     let edges = [1, 2, 63, 64, 65, 511, 512, 513, 514, 600, 1100, 30];
     let length = |i: usize| edges.get(i).copied().unwrap_or(37 * i % 700 + 1);
     (0..MANY).map(|i| random.tokens(length(i) + STEPS, vocab)).collect()
-}
-
-fn bits(logits: &[f32]) -> Vec<u32> {
-    logits.iter().map(|x| x.to_bits()).collect()
 }
 
 /// Sequences with all but the last tokens of their prompts in the cache.
@@ -96,7 +72,7 @@ fn together(model: &mut GpuModel, prompts: &[Vec<u32>]) -> Vec<Vec<f32>> {
 fn a_row_among_many_says_what_it_says_alone() {
     let mut random = Random::fresh();
     for (config, dtype) in models() {
-        let mut model = load(&config, dtype, 8192);
+        let mut model = load(synthetic(&config, dtype), MANY, 8192);
         let prompts = prompts(&mut random, config.vocab_size);
         let many = together(&mut model, &prompts);
         let alone: Vec<Vec<f32>> =
@@ -124,7 +100,7 @@ fn a_row_has_the_same_bits_in_every_large_step_however_it_is_launched() {
     for (config, dtype) in models() {
         // With chunks of fewer tokens than a step has rows, the buffers of both are those of the step.
         for chunk_tokens in [8192, 16] {
-            let mut model = load(&config, dtype, chunk_tokens);
+            let mut model = load(synthetic(&config, dtype), MANY, chunk_tokens);
             let prompts = prompts(&mut random, config.vocab_size);
             let many = together(&mut model, &prompts);
             for few in [9, FEW, 16, 17, 33] {
@@ -180,7 +156,7 @@ fn the_decode_loop_of_many_rows_feeds_itself() {
     const TOKENS: usize = 80;
     let mut random = Random::fresh();
     for (config, dtype) in models() {
-        let mut model = load(&config, dtype, 8192);
+        let mut model = load(synthetic(&config, dtype), MANY, 8192);
         let (prompts, vocab) = (prompts(&mut random, config.vocab_size), config.vocab_size);
         let chosen = choose(&mut model, &prompts, TOKENS);
         assert!(choose(&mut model, &prompts[..FEW], TOKENS) == chosen[..FEW], "{dtype}: tokens depend on the company");
@@ -208,7 +184,7 @@ fn the_decode_loop_of_many_rows_feeds_itself() {
 fn steps_of_every_size_follow_each_other() {
     let mut random = Random::fresh();
     for (config, dtype) in models() {
-        let mut model = load(&config, dtype, 64);
+        let mut model = load(synthetic(&config, dtype), MANY, 64);
         let vocab = config.vocab_size;
         let prompts = prompts(&mut random, vocab);
         let run = |model: &mut GpuModel| {

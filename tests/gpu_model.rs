@@ -4,6 +4,7 @@
 #![cfg(feature = "cuda")]
 
 mod cpu_support;
+mod gpu_support;
 
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use flint_rs::{
     cancel::Cancel,
     checkpoint::{Checkpoint, DType},
     config::FlintConfig,
-    cpu::{self, CpuModel, Positions, Precision},
+    cpu::{self, Precision},
     gpu::{GpuModel, RunOptions, SequenceId, Source},
     kernels::SampleStart,
     plan::{CHUNK_TOKENS, Limits, Path},
@@ -20,47 +21,14 @@ use flint_rs::{
     tokenizer::{ControlTokens, Tokenizer},
     weights::Weights,
 };
-
-fn load(source: Source<'_>, sequences: usize) -> GpuModel {
-    let config = source.config();
-    let limits = Limits {
-        sequences,
-        context_tokens: config.context_length.min(4096),
-        vocab_tokens: config.vocab_size,
-        chunk_tokens: CHUNK_TOKENS,
-    };
-    let mut last = (0, 0);
-    let mut progress = |done, all| last = (done, all);
-    let model = GpuModel::load(source, limits, RunOptions::default(), &mut progress, &Cancel::default()).unwrap();
-    assert!(last.0 == last.1 && last.1 > 0, "progress ended at {last:?}");
-    println!("{}: {}", model.device().name().unwrap(), model.plan().path());
-    model
-}
-
-/// `[T, V]`, token by token.
-fn forward_all(model: &mut GpuModel, tokens: &[u32]) -> Vec<f32> {
-    let id = model.add_sequence().unwrap();
-    let logits = tokens.iter().flat_map(|&token| model.forward(&[(id, token)]).unwrap()).collect();
-    model.remove_sequence(id);
-    logits
-}
-
-fn cpu_logits(weights: &Arc<Weights>, precision: Precision, path: cpu::Path, tokens: &[u32]) -> Vec<f32> {
-    let options = cpu::Options { precision, path, threads: None };
-    let model = CpuModel::new(Arc::clone(weights), options).unwrap();
-    model.forward(&mut model.new_kv(), tokens, Positions::All, &Cancel::default()).unwrap()
-}
-
-fn bits(logits: &[f32]) -> Vec<u32> {
-    logits.iter().map(|x| x.to_bits()).collect()
-}
+use gpu_support::{bits, cpu_logits, decode_logits, load};
 
 /// Each run's divergence from fp32, in the mean over tokens: GPU, then CPU in BF16.
 fn divergences(model: &mut GpuModel, weights: &Arc<Weights>, path: cpu::Path, tokens: &[u32]) -> (f64, f64) {
     let vocab = weights.config.vocab_size;
     let exact = cpu_logits(weights, Precision::Float32, path, tokens);
     let rounded = cpu_logits(weights, Precision::Bfloat16, path, tokens);
-    let found = forward_all(model, tokens);
+    let found = decode_logits(model, tokens);
     assert!(found.iter().all(|x| x.is_finite()));
     (mean_kl(&exact, &found, vocab), mean_kl(&exact, &rounded, vocab))
 }
@@ -74,7 +42,7 @@ fn small_models_of_every_type_diverge_from_fp32_no_more_than_the_cpu() {
         for config in configs(kind.block() > 1) {
             let weights = weights(&mut random, &config, kind);
             let tokens = random.tokens(200, config.vocab_size);
-            let mut model = load(Source::Weights(&weights), 1);
+            let mut model = load(Source::Weights(&weights), 1, CHUNK_TOKENS);
             assert!(matches!(model.plan().path(), Path::General { .. }));
             let (gpu, cpu) = divergences(&mut model, &weights, cpu::Path::Reference, &tokens);
             println!("{kind:?}, hidden size {}: GPU {gpu:.3e}, CPU {cpu:.3e}", config.hidden_size);
@@ -95,7 +63,7 @@ fn five_layers_at_full_width_diverge_from_fp32_no_more_than_the_cpu() {
     let (mut gpu_sum, mut cpu_sum) = (0.0, 0.0);
     for dtype in [DType::Nvfp4, DType::Bf16] {
         let weights = Arc::new(Weights::synthetic(config.clone(), 5, dtype).unwrap());
-        let mut model = load(Source::Weights(&weights), 1);
+        let mut model = load(Source::Weights(&weights), 1, CHUNK_TOKENS);
         assert!(matches!(model.plan().path(), Path::Fast(_)));
         for _ in 0..2 {
             let tokens = random.tokens(1100, config.vocab_size);
@@ -122,7 +90,7 @@ fn the_shipped_model_says_what_the_cpu_says() {
     let text = include_str!("data/heldout.txt");
     let tokens = Tokenizer::from_checkpoint(&checkpoint).unwrap().encode(text, ControlTokens::AsText).unwrap();
     let weights = Arc::new(Weights::bind(&checkpoint, config, &mut |_, _| {}, &Cancel::default()).unwrap());
-    let mut model = load(Source::Weights(&weights), 1);
+    let mut model = load(Source::Weights(&weights), 1, CHUNK_TOKENS);
 
     let vocab = weights.config.vocab_size;
     let best = |logits: &[f32]| -> Vec<usize> {
@@ -136,7 +104,7 @@ fn the_shipped_model_says_what_the_cpu_says() {
     for tokens in tokens.chunks_exact(1100).take(5) {
         let exact = cpu_logits(&weights, Precision::Float32, cpu::Path::Fast, tokens);
         let rounded = cpu_logits(&weights, Precision::Bfloat16, cpu::Path::Fast, tokens);
-        let found = forward_all(&mut model, tokens);
+        let found = decode_logits(&mut model, tokens);
         gpu += mean_kl(&exact, &found, vocab);
         cpu += mean_kl(&exact, &rounded, vocab);
         equal += best(&found).iter().zip(&best(&rounded)).filter(|(a, b)| a == b).count();
@@ -169,10 +137,12 @@ fn weights_made_on_the_device_are_those_made_on_the_host() {
     for (config, dtype) in synthetic_models() {
         let tokens = random.tokens(20, config.vocab_size);
         let weights = Weights::synthetic(config.clone(), 9, dtype).unwrap();
-        let uploaded = forward_all(&mut load(Source::Weights(&weights), 1), &tokens);
-        let made = forward_all(&mut load(Source::Synthetic { config: &config, seed: 9, dtype }, 1), &tokens);
+        let uploaded = decode_logits(&mut load(Source::Weights(&weights), 1, CHUNK_TOKENS), &tokens);
+        let made =
+            decode_logits(&mut load(Source::Synthetic { config: &config, seed: 9, dtype }, 1, CHUNK_TOKENS), &tokens);
         assert!(bits(&uploaded) == bits(&made), "{dtype}, hidden size {}", config.hidden_size);
-        let other = forward_all(&mut load(Source::Synthetic { config: &config, seed: 10, dtype }, 1), &tokens);
+        let other =
+            decode_logits(&mut load(Source::Synthetic { config: &config, seed: 10, dtype }, 1, CHUNK_TOKENS), &tokens);
         assert!(bits(&uploaded) != bits(&other));
     }
 }
@@ -211,7 +181,7 @@ fn in_a_batch(model: &mut GpuModel, prompts: &[Vec<u32>], steps: usize) -> Vec<V
 fn a_row_that_a_sequence_comes_back_to_knows_its_blocks() {
     let mut random = Random::fresh();
     for (config, dtype) in synthetic_models() {
-        let mut model = load(Source::Synthetic { config: &config, seed: 5, dtype }, 2);
+        let mut model = load(Source::Synthetic { config: &config, seed: 5, dtype }, 2, CHUNK_TOKENS);
         let tokens = random.tokens(80, config.vocab_size);
         let (other, moving) = (model.add_sequence().unwrap(), model.add_sequence().unwrap());
         let mut found = Vec::new();
@@ -224,7 +194,8 @@ fn a_row_that_a_sequence_comes_back_to_knows_its_blocks() {
                 found.extend_from_slice(&both[config.vocab_size..]);
             }
         }
-        let alone = forward_all(&mut load(Source::Synthetic { config: &config, seed: 5, dtype }, 1), &tokens);
+        let alone =
+            decode_logits(&mut load(Source::Synthetic { config: &config, seed: 5, dtype }, 1, CHUNK_TOKENS), &tokens);
         assert!(bits(&found) == bits(&alone), "{dtype}, hidden size {}", config.hidden_size);
     }
 }
@@ -235,7 +206,7 @@ fn a_sequence_is_the_same_alone_and_in_any_batch_however_it_is_launched() {
     const STEPS: usize = 12;
     let mut random = Random::fresh();
     for (config, dtype) in synthetic_models() {
-        let mut model = load(Source::Synthetic { config: &config, seed: 3, dtype }, 8);
+        let mut model = load(Source::Synthetic { config: &config, seed: 3, dtype }, 8, CHUNK_TOKENS);
         let lengths = [1, 7, 52, 64, 100, 130, 300, 601];
         let prompts: Vec<Vec<u32>> = lengths.iter().map(|n| random.tokens(n + STEPS, config.vocab_size)).collect();
         let batch = in_a_batch(&mut model, &prompts, STEPS);
@@ -261,7 +232,7 @@ fn the_decode_loop_feeds_itself_what_the_logits_say() {
     let mut random = Random::fresh();
     let greedy = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
     for (config, dtype) in synthetic_models() {
-        let mut model = load(Source::Synthetic { config: &config, seed: 4, dtype }, 3);
+        let mut model = load(Source::Synthetic { config: &config, seed: 4, dtype }, 3, CHUNK_TOKENS);
         let vocab = config.vocab_size;
         let start = SampleStart::new(&greedy, 1, [&[], &[]], &[], vocab, 0).unwrap();
         let ids: Vec<_> = (0..3).map(|_| model.add_sequence().unwrap()).collect();

@@ -4,6 +4,7 @@
 #![cfg(feature = "cuda")]
 
 mod cpu_support;
+mod gpu_support;
 
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use flint_rs::{
     cancel::Cancel,
     checkpoint::{Checkpoint, DType},
     config::FlintConfig,
-    cpu::{self, CpuModel, Positions, Precision},
+    cpu::{self, Precision},
     error::Error,
     gpu::{GpuModel, RunOptions, SequenceId, Source},
     kernels::SampleStart,
@@ -21,34 +22,7 @@ use flint_rs::{
     tokenizer::{ControlTokens, Tokenizer},
     weights::Weights,
 };
-
-fn load(source: Source<'_>, sequences: usize, chunk_tokens: usize) -> GpuModel {
-    let config = source.config();
-    let limits = Limits {
-        sequences,
-        context_tokens: config.context_length.min(4096),
-        vocab_tokens: config.vocab_size,
-        chunk_tokens,
-    };
-    let model = GpuModel::load(source, limits, RunOptions::default(), &mut |_, _| {}, &Cancel::default()).unwrap();
-    println!("{}: {}", model.device().name().unwrap(), model.plan().path());
-    model
-}
-
-/// Models of both paths and both formats of tiles, with all kinds of layers.
-fn models() -> Vec<(FlintConfig, DType)> {
-    let small = configs(true).pop().unwrap();
-    let full_width = FlintConfig::flint(5, 1024);
-    vec![(small, DType::Bf16), (full_width.clone(), DType::Bf16), (full_width, DType::Nvfp4)]
-}
-
-fn synthetic(config: &FlintConfig, dtype: DType) -> Source<'_> {
-    Source::Synthetic { config, seed: 3, dtype }
-}
-
-fn bits(logits: &[f32]) -> Vec<u32> {
-    logits.iter().map(|x| x.to_bits()).collect()
-}
+use gpu_support::{bits, cpu_logits, decode_logits, load, models, synthetic};
 
 /// `[T, V]` by prefill, in pieces of so many tokens.
 fn prompt_logits(model: &mut GpuModel, tokens: &[u32], piece: usize) -> Vec<f32> {
@@ -62,14 +36,6 @@ fn prompt_logits(model: &mut GpuModel, tokens: &[u32], piece: usize) -> Vec<f32>
         model.prompt_logits(id, tokens, &mut sink, &Cancel::default()).unwrap();
     }
     assert_eq!(model.sequence_len(id), tokens.len());
-    model.remove_sequence(id);
-    logits
-}
-
-/// `[T, V]` by decoding.
-fn decode_logits(model: &mut GpuModel, tokens: &[u32]) -> Vec<f32> {
-    let id = model.add_sequence().unwrap();
-    let logits = tokens.iter().flat_map(|&token| model.forward(&[(id, token)]).unwrap()).collect();
     model.remove_sequence(id);
     logits
 }
@@ -120,12 +86,8 @@ fn five_layers_at_full_width_diverge_from_fp32_no_more_than_the_cpu() {
     let tokens = random.tokens(600, config.vocab_size);
     for dtype in [DType::Nvfp4, DType::Bf16] {
         let weights = Arc::new(Weights::synthetic(config.clone(), 5, dtype).unwrap());
-        let cpu = |precision| {
-            let options = cpu::Options { precision, path: cpu::Path::Fast, threads: None };
-            let model = CpuModel::new(Arc::clone(&weights), options).unwrap();
-            model.forward(&mut model.new_kv(), &tokens, Positions::All, &Cancel::default()).unwrap()
-        };
-        let (exact, rounded) = (cpu(Precision::Float32), cpu(Precision::Bfloat16));
+        let [exact, rounded] = [Precision::Float32, Precision::Bfloat16]
+            .map(|precision| cpu_logits(&weights, precision, cpu::Path::Fast, &tokens));
         let found = prompt_logits(&mut load(Source::Weights(&weights), 1, CHUNK_TOKENS), &tokens, 600);
         let (gpu, cpu) = (mean_kl(&exact, &found, 8192), mean_kl(&exact, &rounded, 8192));
         println!("{dtype}: GPU {gpu:.3e}, CPU {cpu:.3e}");
