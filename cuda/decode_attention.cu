@@ -36,6 +36,7 @@
 #include "cluster.cuh"
 #include "common.cuh"
 #include "fragment.cuh"
+#include "head_norm.cuh"
 #include "math.cuh"
 #include "panel.cuh"
 #include "rope.cuh"
@@ -156,13 +157,6 @@ struct Cache {
     }
 };
 
-// Over 16 lanes; every lane gets the same bits.
-__device__ __forceinline__ float sum_16(float x) {
-#pragma unroll
-    for (int lane = 8; lane > 0; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
-    return x;
-}
-
 __device__ __forceinline__ void read_8(const float* from, float (&to)[8]) {
     const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
     to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
@@ -202,7 +196,7 @@ struct Turn {
                 x[i] = rotate(x[i], lane16 < 8 ? -other : other, cos[i], sin[i]);
             }
         }
-        return make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
+        return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
     }
 };
 
@@ -306,7 +300,7 @@ __device__ __forceinline__ void soften(Softmax& soft, float (&score)[J][4], uint
 #pragma unroll
     for (int j = 0; j < J; ++j)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) p[j][i] = transpose(pack(score[j][2 * i], score[j][2 * i + 1]));
+        for (int i = 0; i < 2; ++i) p[j][i] = transpose(pack_bf16(score[j][2 * i], score[j][2 * i + 1]));
 #pragma unroll
     for (int m = 0; m < 8; ++m)
 #pragma unroll
@@ -430,7 +424,8 @@ __device__ __forceinline__ void store_attn(const DecodeAttentionArgs& args, cons
     const float top = fmaxf(x.max, sink);
     const float share = exp2_fast(x.max - top);
     const float scale = share / (x.sum * share + exp2_fast(sink - top));
-    const uint32_t low = pack(x.out.x * scale, x.out.y * scale), high = pack(x.out.z * scale, x.out.w * scale);
+    const uint32_t low = pack_bf16(x.out.x * scale, x.out.y * scale),
+                   high = pack_bf16(x.out.z * scale, x.out.w * scale);
     const uint32_t column = head * kHeadDim + 4 * lane, cols = kGroup * args.kv_heads * kHeadDim;
     const bool panels = args.panel_rows != 0;
     const uint32_t at = panels ? uint32_t(panel_at(args.panel_rows, row, column)) : row * cols + column;

@@ -1,9 +1,11 @@
-// Fragments of tensor-core products in BF16, and pairs of BF16 in a register.
+// Fragments of tensor-core products in BF16.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include <cstdint>
+
+#include "common.cuh"
 
 // 16 bytes that no other thread of the SM will read.
 __device__ __forceinline__ uint4 load_once(const __nv_bfloat16* from) {
@@ -49,19 +51,11 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-__device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000); }
-
 __device__ __forceinline__ void unpack(const uint4& from, float (&to)[8]) {
     const uint32_t words[4] = {from.x, from.y, from.z, from.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        to[2 * i] = low(words[i]);
-        to[2 * i + 1] = high(words[i]);
+        to[2 * i] = bf16_low(words[i]);
+        to[2 * i + 1] = bf16_high(words[i]);
     }
 }

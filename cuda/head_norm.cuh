@@ -33,5 +33,5 @@ __device__ __forceinline__ uint4 norm_rope(const uint4& raw, const float* weight
             x[i] = rotate(x[i], lane16 < 8 ? -other : other, cos[i], sin[i]);
         }
     }
-    return make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
+    return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
 }

@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
         for (int i = 0; i < 4; ++i) {
             uint32_t p[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) p[j] = pack(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
+            for (int j = 0; j < 4; ++j) p[j] = pack_bf16(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
 #pragma unroll
             for (int j = 0; j < 16; j += 2) {
                 const uint4 b = load_fragments(stage + kPartBytes + j * 8 * 128 + ((2 * i + input) ^ column % 8) * 16);

@@ -338,7 +338,7 @@ __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32
 #pragma unroll
         for (int i = 0; i < 8; ++i)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) p[i][j] = pack(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
+            for (int j = 0; j < 4; ++j) p[i][j] = pack_bf16(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
     };
 
     while (true) {

@@ -145,7 +145,7 @@ __device__ __forceinline__ void store_attn(const PrefillAttentionArgs& args, con
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const float* pair = o + 4 * (8 * panel + 2 * i + odd) + 2 * r;
-                    words[i] = pack(pair[0] * scale, pair[1] * scale);
+                    words[i] = pack_bf16(pair[0] * scale, pair[1] * scale);
                 }
                 const uint32_t column = rows.head * kHeadDim + 64 * panel + 2 * (t + 4 * odd);
                 *reinterpret_cast<uint4*>(attn + panel_at(args.panel_rows, rows.row[r], column)) =
