@@ -20,7 +20,8 @@
 //          position; parts are whole rounds of warps. Warps, then blocks, then parts merge in ascending order, and the
 //          sink comes last. All of it depends on the token's own position alone.
 // bound    memory: 512 bytes a position seen and KV head; latency below some thousand positions
-// PDL      the first tile of each warp is requested before the wait; triggers right after it
+// PDL      the first tile of each warp is requested before the wait; triggers before it, since decode_o has weights to
+//          request meanwhile
 //
 // Both products are m16n8k16, the 8 query heads of a group being n. A is read from global memory as it lies, 16 bytes a
 // lane, because the order of k inside a product is free as long as B has the same. With lane = 4 g + t:
@@ -503,8 +504,8 @@ __device__ __forceinline__ void attend(Shared<Shape>& shared, const DecodeAttent
     const bool has_new = work.part == work.parts - 1 && behind >= 0 && behind < kWarps;
     const uint32_t new_block = has_new ? cache.block_of(span.position) : 0;
     if (first) {
-        pdl_wait();
         pdl_launch();
+        pdl_wait();
     }
 
     const __nv_bfloat16* qkv =

@@ -294,6 +294,7 @@ pub fn decode_router_launch(rows: usize) -> Launch {
         shared_bytes: (columns * x_stride(HIDDEN) + 4 * 8 * columns) as u32,
         bytes: (EXPERTS * HIDDEN * 4 + rows * (HIDDEN * 8 + EXPERTS * 4)) as u64,
     }
+    .apart()
 }
 
 /// The launch of [`DECODE_EXPERTS_UP`], for `distinct` experts in all.
@@ -322,6 +323,7 @@ pub fn decode_down_launch(format: TileFormat, rows: usize, distinct: usize) -> L
         bytes: ((distinct + 2) * 128 * format.tile_bytes() + rows * (CHOSEN * EXPERT_WIDTH + SHARED_WIDTH + HIDDEN) * 2)
             as u64,
     }
+    .apart()
 }
 
 /// The launch of [`DECODE_EMBED`].
