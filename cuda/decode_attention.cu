@@ -20,11 +20,9 @@
 //          position; parts are whole rounds of warps. Warps, then blocks, then parts merge in ascending order, and the
 //          sink comes last. All of it depends on the token's own position alone.
 // bound    memory: 512 bytes a position seen and KV head; latency below some thousand positions
-// PDL      the first tile of each warp is requested before the wait; triggers before it, since decode_o has weights to
-//          request meanwhile
+// PDL      the first tile of each warp is requested before the wait; triggers there, with a window right after it
 //
 // The products, and what of a tile a lane has, are those of decode_tile.cuh.
-
 #include <cuda_bf16.h>
 
 #include "args_attention.h"
@@ -139,8 +137,11 @@ __device__ __forceinline__ void attend(Shared<Shape>& shared, const DecodeAttent
     const bool has_new = work.part == work.parts - 1 && behind >= 0 && behind < kWarps;
     const uint32_t new_block = has_new ? cache.block_of(span.position) : 0;
     if (first) {
-        pdl_launch();
+        // decode_o gets a block on every multiprocessor if decode_qkv has left them; where this kernel fills them, it
+        // can come early.
+        if (Shape::kCluster == 1) pdl_launch();
         pdl_wait();
+        if (Shape::kCluster > 1) pdl_launch();
     }
 
     const __nv_bfloat16* qkv =

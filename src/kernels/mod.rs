@@ -55,8 +55,7 @@ pub struct Launch {
 
 impl Launch {
     /// The same with no two blocks on one multiprocessor: each takes more than half of the shared memory that kernels of a
-    /// chain want. Where blocks of the kernel before leave some multiprocessors free, two or three would start there, and
-    /// all wait for the last of them.
+    /// chain want.
     #[must_use]
     const fn apart(self) -> Self {
         const MOST_OF_A_HALF: u32 = 51 << 10;

@@ -348,7 +348,7 @@ impl<'a> Builder<'a> {
         self.linear(
             Operation::Output,
             index,
-            (&decode::DECODE_O, decode::O_SHAPE),
+            (&decode::DECODE_O, LinearShape::o(self.plan.card.processors)),
             (self.no_norm(), b.attn),
             (layer.output, d / TILE_ROWS),
             (b.delta, d, 2),
@@ -371,7 +371,7 @@ impl<'a> Builder<'a> {
                 steps.push(self.linear(
                     Operation::DenseDown,
                     index,
-                    (&decode::DECODE_DENSE_DOWN, decode::DENSE_DOWN_SHAPE),
+                    (&decode::DECODE_DENSE_DOWN, LinearShape::dense_down(self.plan.card.processors)),
                     (self.no_norm(), b.act),
                     (down, d / TILE_ROWS),
                     (b.delta, d, 2),
@@ -414,7 +414,7 @@ impl<'a> Builder<'a> {
                     operation: Operation::Down,
                     layer: index,
                     kernel: decode::DECODE_DOWN.kernel(format, rows),
-                    launch: decode::decode_down_launch(format, rows, distinct),
+                    launch: decode::decode_down_launch(format, rows, distinct, self.plan.card.processors),
                     args: Args::DecodeDown(DecodeDownArgs {
                         scores: b.router_scores,
                         down: w + down.tiles,
