@@ -64,13 +64,16 @@ pub struct Limits {
 pub struct Card {
     /// Its multiprocessors.
     pub processors: usize,
-    /// Its compute capability before the point.
+    /// Its compute capability before the point, 8 or more: both paths run on all of them. 8 has neither clusters nor
+    /// dependent launches, and 9 alone has `wgmma`.
     pub major: i32,
+    /// Shared memory that a block may have: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6, 8.9 and 12.0.
+    pub block_shared_bytes: usize,
 }
 
 impl Card {
     /// What a plan assumes without a GPU.
-    pub const H200: Self = Self { processors: 132, major: 9 };
+    pub const H200: Self = Self { processors: 132, major: 9, block_shared_bytes: 227 << 10 };
 }
 
 /// Which kernels run the model; all of it takes one path.
@@ -252,7 +255,7 @@ impl Plan {
                 return Err(Error::value(field, value.to_string(), format!("1 to {most}")));
             }
         }
-        let (path, weights) = match fast::format(config, types, card) {
+        let (path, weights) = match fast::format(config, types) {
             Ok(format) => (Path::Fast(format), WeightPlan::Fast(format, FastWeights::new(config, format))),
             Err(because) => (Path::General { because }, WeightPlan::General(GeneralWeights::new(config, types)?)),
         };

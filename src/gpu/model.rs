@@ -17,7 +17,7 @@ use crate::{
     error::{Error, Result},
     kernels::{Args, SAMPLE_RECORD_WORDS, SampleRecord, SampleStart},
     kv::{KvBlocks, SequenceBlocks},
-    plan::{Bases, Card, Ending, Limits, Plan, Step, TOKEN_RING},
+    plan::{Bases, Ending, Limits, Plan, Step, TOKEN_RING},
 };
 
 /// Host-fed steps that may be queued before the host waits for them.
@@ -26,7 +26,7 @@ const INPUT_RING: usize = 256;
 /// How steps are launched. The results are the same bits whatever is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RunOptions {
-    /// Kernels may start before the ones ahead of them end.
+    /// Kernels may start before the ones ahead of them end, from compute capability 9.0 on.
     pub pdl: bool,
     /// A step is one graph.
     pub graphs: bool,
@@ -91,8 +91,7 @@ impl GpuModel {
         cancel: &Cancel,
     ) -> Result<Self> {
         let device = Device::open()?;
-        let card = Card { processors: device.processors()?, major: device.capability()?.0 };
-        let mut plan = Plan::new(source.config(), &source.types()?, limits, card)?;
+        let mut plan = Plan::new(source.config(), &source.types()?, limits, device.card()?)?;
         let (memory, pools) = (plan.memory(), plan.pools());
         device.check_room("weights, KV cache and workspace", memory.total_bytes())?;
         let weights = device.alloc("the weights", memory.weights_bytes)?;
