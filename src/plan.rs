@@ -37,8 +37,8 @@ pub use crate::kernels::decode::distinct_experts;
 
 /// Most sequences of a step. On the fast path up to 8 have kernels of their own, and more take those of prefill.
 pub const MAX_ROWS: usize = DECODE_ATTENTION_ROWS as usize;
-/// Tokens of a chunk unless another number is asked for: on an H200 a MoE layer's weights are then read for enough of
-/// them.
+/// Most tokens of a chunk unless another number is asked for; [`fit`] takes fewer where a card's memory or multiprocessors
+/// are few, see `plan/chunk.rs`.
 pub const CHUNK_TOKENS: usize = 8192;
 /// Most tokens of a chunk.
 const CHUNK_TOKENS_MOST: usize = 1 << 16;
@@ -54,7 +54,7 @@ pub struct Limits {
     pub context_tokens: usize,
     /// Tokens that may be chosen, those of the tokenizer: at most the rows of the LM head.
     pub vocab_tokens: usize,
-    /// Tokens of prompts that a step takes, 1 to 65,536; see [`CHUNK_TOKENS`]. A plan takes fewer where no step could have
+    /// Tokens of prompts that a step takes, 1 to 65,536; see [`CHUNK_TOKENS`] and [`fit`]. A plan takes fewer where no step could have
     /// so many, and on the general path.
     pub chunk_tokens: usize,
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Bases, Card, Ending, Operation, Part, Path, Plan, Step};
+use super::{Bases, CHUNK_TOKENS, Card, Ending, Operation, Part, Path, Plan, Step, chunk};
 
 /// What an H200 was measured to read, in bytes a second.
 pub const H200_BYTES_PER_SECOND: f64 = 4.55e12;
@@ -77,6 +77,13 @@ impl fmt::Display for Plan {
             pools.window.block_bytes(),
             pools.window.n_layers,
         )?;
+        write!(f, "chunk      {} tokens of prompts at a time", self.chunk.tokens)?;
+        match chunk::choices(self.card, CHUNK_TOKENS)[0] {
+            suits if self.chunk.tokens < suits && matches!(self.path, Path::Fast(_)) => {
+                writeln!(f, ", where {suits} would suit {} multiprocessors", self.card.processors)?;
+            }
+            _ => writeln!(f)?,
+        }
         let last = (limits.context_tokens - 1) as u32;
         let mut cases = vec![(1, last.min(1023)), (1, last), (limits.sequences, last)];
         cases.dedup();
