@@ -102,7 +102,7 @@ class Flint(Model):
     ) -> Self:
         """A Flint of random weights, made on the device: for benches. Its text means nothing and it has no tokenizer.
 
-        The published size is 23 GB as NVFP4 and 80 GB as BF16; two cores of a CPU take more than a minute to make
+        The published size is 23 GB as NVFP4 and 80 GB as BF16; a few cores of a CPU take 15 s to a minute to make
         23 GB, a GPU about a second.
 
         Prompts are token ids; `Event.text` and `Result.text` are empty; `tokenize` and `detokenize` raise

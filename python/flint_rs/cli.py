@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         "--synthetic",
         choices=["nvfp4", "bf16"],
         help="random weights as large as Flint 40B, 23 or 80 GB, instead of a model: prompt and output are token ids; "
-        "a CPU takes minutes to make them",
+        "a CPU may take a minute to make them",
     )
     _add_sampling_options(generate)
 
