@@ -2,7 +2,7 @@
 
 use std::{fmt, str::FromStr, thread::available_parallelism};
 
-use super::check_prompt;
+use super::{check_prompt, transcript::Transcript};
 use crate::{
     checkpoint::DType,
     config::FlintConfig,
@@ -120,6 +120,8 @@ impl Synthetic {
         options.check(&self.config)?;
         let context = options.context_tokens.unwrap_or(self.config.context_length);
         check_prompt("prompt", prompt, context, self.config.vocab_size)?;
-        params.validate(self.config.vocab_size)
+        params.validate(self.config.vocab_size)?;
+        // Which refuses what needs a tokenizer.
+        Transcript::new(params, None, context - prompt.len()).map(drop)
     }
 }

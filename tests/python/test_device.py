@@ -212,6 +212,7 @@ def test_synthetic_on_the_command_line() -> None:
     for arguments, text in (
         (["1 150144"], "prompt[1]: expected a token id below 150144, found 150144"),
         (["1 2", "--context-tokens", "2"], "prompt: expected at most 1 tokens, to leave room for one"),
+        (["1 2", "--stop", "a"], "stop: "),
         (["1 2", "--stop-token-ids", "200000"], "stop_token_ids: expected token ids below 150144, found 200000"),
     ):
         command[4:5] = arguments[:1]
