@@ -13,8 +13,8 @@
 // launch   kGroups groups of kSplit warps a block; a group takes whole strips, strip = block + n * blocks, each warp
 //          k / 512 / kSplit tiles of it; dynamic shared memory NB * x_stride(k) + sums
 // bound    memory: strips * k / 512 * tile bytes; at one row the latency of the chain
-// PDL      weights and scales of the first strip, and the norm's weight, are requested before the wait; triggers right
-//          after it, decode_qkv before it
+// PDL      weights and scales of the first strip, and the norm's weight, are requested before the wait; decode_qkv,
+//          decode_o and decode_dense_down trigger before it, the others right after it
 #include "gemv.cuh"
 
 namespace {
@@ -52,7 +52,8 @@ __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
     if constexpr (kBefore == Before::kNorm) {
         Norm norm;
         norm.request(args.norm);
-        // Attention has a microsecond to spend in front of its own wait, on what no kernel of this layer wrote.
+        // Attention has two microseconds to spend in front of its own wait, on what no kernel of this step wrote since
+        // decode_embed.
         constexpr bool kLaunchFirst = kAfter == After::kBf16;
         if (kLaunchFirst) pdl_launch();
         pdl_wait();
@@ -60,8 +61,8 @@ __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
         norm.stage<NB>(shared, sums, args.norm);
     } else {
         static_assert(kGroups == 1);
-        pdl_wait();
         pdl_launch();
+        pdl_wait();
         stage_tiles<NB, kK, kEach>(shared, static_cast<const __nv_bfloat16*>(args.x), args.norm.rows, split * kEach,
                                    lane);
     }

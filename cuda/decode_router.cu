@@ -8,7 +8,7 @@
 //
 // launch   grid 128, 8 warps: a block takes two rows of the router, each split among 4 warps
 // bound    latency; 2.1 MB
-// PDL      the router's rows and the norm's weight are requested before the wait
+// PDL      the router's rows and the norm's weight are requested before the wait; triggers before it
 #include "gemv.cuh"
 
 namespace {
@@ -54,8 +54,9 @@ __device__ __forceinline__ void decode_router(const DecodeRouterArgs& args) {
     }
     Norm norm;
     norm.request(args.norm);
-    pdl_wait();
+    // What the next kernel does before its wait, it may do beside the kernels in front of this one.
     pdl_launch();
+    pdl_wait();
     norm.stage<NB>(shared, sums, args.norm);
 
     float v[NB];

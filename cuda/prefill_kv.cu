@@ -6,7 +6,7 @@
 // in       qkv [T, 10 G, 128] bf16, tiles, blocks, norms, inv_freq: see args_prefill_attention.h
 // out      q in place, in the order of prefill_tile.cuh; of the tiles' positions alone, kv per block and layer: K [G,
 //          64 positions, 128], V [G, 128, 64 positions], bf16
-// As decode_attention.cu, up to the last bits of the norm's factor.
+// Keys have the same bits as decode_attention.cu's.
 //
 // launch   grid (tiles, G), block 256; no dynamic shared memory
 // bound    memory: 5 KB a token and KV head
@@ -86,13 +86,16 @@ extern "C" __global__ void __launch_bounds__(256) prefill_kv(const __grid_consta
     uint32_t* to_shared = reinterpret_cast<uint32_t*>(&values[token][8 * lane16]);
     to_shared[0] = v.x, to_shared[1] = v.y, to_shared[2] = v.z, to_shared[3] = v.w;
 
-    const uint4 x = norm_rope(raw[kGroup], args.k_norm, args.eps, rope, cos, sin, lane16);
+    float weight[8];
+    read_8(args.k_norm + 8 * lane16, weight);
+    const uint4 x = norm_rope(raw[kGroup], weight, args.eps, rope, cos, sin, lane16);
     if (exists) *reinterpret_cast<uint4*>(k_part + position % kBlock * kHeadDim + 8 * lane16) = x;
     // This lane's four pairs are word lane16 % 4 of parts (lane16 / 4, 0 to 3).
     __nv_bfloat16* to = q + 32 * (lane16 / 4) + 8 * (lane16 % 4) - 8 * lane16;
+    read_8(args.q_norm + 8 * lane16, weight);
 #pragma unroll
     for (int head = 0; head < kGroup; ++head) {
-        const uint4 x = norm_rope(raw[head], args.q_norm, args.eps, rope, cos, sin, lane16);
+        const uint4 x = norm_rope(raw[head], weight, args.eps, rope, cos, sin, lane16);
         const uint4 part = transpose_4(x, lane16);
         if (exists) *reinterpret_cast<uint4*>(to + head * kHeadDim) = part;
     }

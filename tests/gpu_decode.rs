@@ -256,13 +256,13 @@ fn plain_product(family: &decode::Family, shape: LinearShape, cols: usize) {
 #[test]
 #[ignore = "needs a CUDA GPU: make test-gpu"]
 fn output_projection() {
-    plain_product(&DECODE_O, O_SHAPE, 4096);
+    plain_product(&DECODE_O, LinearShape::o(132), 4096);
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU: make test-gpu"]
 fn dense_down() {
-    plain_product(&DECODE_DENSE_DOWN, DENSE_DOWN_SHAPE, 6144);
+    plain_product(&DECODE_DENSE_DOWN, LinearShape::dense_down(132), 6144);
 }
 
 /// A MoE layer whose 256 experts are 12 different ones in turn, so that a test makes and packs few.
@@ -354,7 +354,7 @@ fn run_moe(gpu: &Gpu, moe: &Moe, format: TileFormat, norm: &Norm, scores: Option
     unsafe {
         gpu.launch(DECODE_ROUTER.kernel(format, rows), decode_router_launch(rows), pdl, &router);
         gpu.launch(DECODE_EXPERTS_UP.kernel(format, rows), decode_experts_up_launch(format, rows, 44), pdl, &up);
-        gpu.launch(DECODE_DOWN.kernel(format, rows), decode_down_launch(format, rows, 44), pdl, &down);
+        gpu.launch(DECODE_DOWN.kernel(format, rows), decode_down_launch(format, rows, 44, 132), pdl, &down);
     }
     let [scores, act_shared, act, delta] =
         [(&own_scores, lens[0]), (&act_shared, lens[1]), (&act, lens[2]), (&delta, lens[3])]

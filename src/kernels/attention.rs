@@ -98,12 +98,21 @@ pub fn decode_attention_launch(n_kv_heads: u32, window: Option<u32>, positions: 
     let seen: u64 = positions.iter().map(|p| window.map_or(seen(p), |window| seen(p).min(window.into()))).sum();
     // K and V of every position; q in and attention out.
     let bytes = u64::from(n_kv_heads) * 2 * 128 * (2 * seen + 2 * 8 * u64::from(rows));
-    let (kernel, grid, block) = if window.is_none() {
-        (DECODE_ATTENTION, [n_kv_heads, (BLOCKS / n_kv_heads).max(1) * rows.min(2), 1], 256)
+    Some(if window.is_none() {
+        let grid = [n_kv_heads, (BLOCKS / n_kv_heads).max(1) * rows.min(2), 1];
+        (DECODE_ATTENTION, Launch { grid, block: 256, shared_bytes: 0, bytes })
     } else {
-        (DECODE_ATTENTION_WINDOW, [CLUSTER, n_kv_heads, rows], 160)
-    };
-    Some((kernel, Launch { grid, block, shared_bytes: 0, bytes }))
+        // Clusters lie on top of each other while others' multiprocessors are free, and then start late, since three do not
+        // fit beside decode_qkv. Beside the 28 KiB that a block has, this leaves room for one, two or three of the 100 KiB
+        // that kernels of a chain want; an H200 places 15 clusters side by side.
+        let shared_bytes = match n_kv_heads * rows {
+            0..=15 => 24 << 10,
+            16..=30 => 7 << 10,
+            _ => 0,
+        };
+        let grid = [CLUSTER, n_kv_heads, rows];
+        (DECODE_ATTENTION_WINDOW, Launch { grid, block: 160, shared_bytes, bytes })
+    })
 }
 
 #[cfg(test)]

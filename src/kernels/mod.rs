@@ -51,6 +51,17 @@ pub struct Launch {
     pub bytes: u64,
 }
 
+impl Launch {
+    /// The same with no two blocks on one multiprocessor: each takes more than half of the shared memory that kernels of a
+    /// chain want.
+    #[must_use]
+    const fn apart(self) -> Self {
+        const MOST_OF_A_HALF: u32 = 51 << 10;
+        let shared_bytes = if self.shared_bytes < MOST_OF_A_HALF { MOST_OF_A_HALF } else { self.shared_bytes };
+        Self { shared_bytes, ..self }
+    }
+}
+
 /// The argument of a kernel of a step. Addresses are the device's.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "each holds the struct of its name")]

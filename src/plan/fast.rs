@@ -298,11 +298,11 @@ impl<'a> Builder<'a> {
     /// A dense layer's down projection. Its 8 rows of 6,144 inputs are more than a block of some cards has shared memory for;
     /// 4 at a time give the same bits.
     fn dense_down(&self, index: usize, down: Packed, steps: &mut Vec<Step>) {
-        let (b, d, shape) = (&self.buffers, self.plan.config.hidden_size, decode::DENSE_DOWN_SHAPE);
-        let strips = d / TILE_ROWS;
+        let (b, d, card) = (&self.buffers, self.plan.config.hidden_size, self.plan.card);
+        let (shape, strips) = (LinearShape::dense_down(card.processors), d / TILE_ROWS);
         let fits = |rows| {
             let launch = shape.launch(self.format, rows, strips, 0);
-            launch.shared_bytes as usize <= self.plan.card.block_shared_bytes
+            launch.shared_bytes as usize <= card.block_shared_bytes
         };
         let each = if fits(self.rows()) { self.rows() } else { MAX_ROWS / 2 };
         for first in (0..self.rows()).step_by(each) {
@@ -369,7 +369,7 @@ impl<'a> Builder<'a> {
         self.linear(
             Operation::Output,
             index,
-            (&decode::DECODE_O, decode::O_SHAPE),
+            (&decode::DECODE_O, LinearShape::o(self.plan.card.processors)),
             (self.no_norm(), b.attn),
             (layer.output, d / TILE_ROWS),
             (b.delta, d, 2),
@@ -428,7 +428,7 @@ impl<'a> Builder<'a> {
                     operation: Operation::Down,
                     layer: index,
                     kernel: decode::DECODE_DOWN.kernel(format, rows),
-                    launch: decode::decode_down_launch(format, rows, distinct),
+                    launch: decode::decode_down_launch(format, rows, distinct, self.plan.card.processors),
                     args: Args::DecodeDown(DecodeDownArgs {
                         scores: b.router_scores,
                         down: w + down.tiles,

@@ -22,10 +22,10 @@ use crate::{
 };
 
 /// Percent of an SM's memory that kernels of a chain want as shared memory. A block starts beside those of the kernel before
-/// only where both want the same. 100 of Hopper's 228 KB hold two kernels; the rest is needed as L1 cache, through which
-/// weights pass.
+/// only where both want the same. 100 of Hopper's 228 KB hold two kernels, see `Launch::apart`; the rest is needed as L1
+/// cache, through which weights pass.
 const SHARED_PERCENT: c_int = 43;
-/// Dynamic shared memory that every kernel may use without asking.
+/// Shared memory that every kernel may use without asking.
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
 
 /// The kernels of some images; an image is loaded when the first of its kernels is asked for, and once.
@@ -65,7 +65,8 @@ impl Kernels {
             let why = format!("its argument has {size} bytes, the Rust struct {}", kernel.args_bytes);
             return Err(Error::Device { what, why });
         }
-        let shared_limit = Rc::new(Cell::new(DEFAULT_SHARED_BYTES));
+        let own = shared_bytes(raw).map_err(failed(&what))?;
+        let shared_limit = Rc::new(Cell::new(DEFAULT_SHARED_BYTES.saturating_sub(own)));
         let function = Function { raw, kernel, shared_limit, module: Rc::clone(module) };
         self.functions.borrow_mut().insert(kernel.symbol, function.clone());
         Ok(function)
@@ -112,7 +113,7 @@ impl Drop for Module {
 pub struct Function {
     raw: sys::CUfunction,
     kernel: Kernel,
-    /// Dynamic shared memory that a launch may ask for now.
+    /// Dynamic shared memory that a launch may ask for now, beside what the kernel takes by itself.
     shared_limit: Rc<Cell<u32>>,
     module: Rc<Module>,
 }
@@ -208,6 +209,15 @@ impl Call {
             .result()
             .map_err(|error| failed(&format!("launching kernel {}", self.kernel().symbol.to_string_lossy()))(error))
     }
+}
+
+/// Bytes of shared memory that a function takes whatever a launch asks for.
+fn shared_bytes(function: sys::CUfunction) -> Result<u32, DriverError> {
+    let mut bytes = 0;
+    let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+    // SAFETY: `function` belongs to a loaded module, and the target is valid for one write.
+    unsafe { sys::cuFuncGetAttribute(&raw mut bytes, attribute, function) }.result()?;
+    Ok(u32::try_from(bytes).unwrap_or(0))
 }
 
 /// Bytes of a function's first argument.
