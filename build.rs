@@ -8,7 +8,8 @@ use std::{
 };
 
 /// A100 and RTX 30/40; H100 and H200; B200, GB200 and GB300; RTX 50, RTX PRO 6000 and DGX Spark. A developer who works
-/// on one card may name its target alone in the variable.
+/// on one card may name its target alone in the variable. There `80/90` is code as it is written for compute capability
+/// 8.0, made for a card of 9.0, which is then taken for one of 8.0: so the ways of older cards are tested on a newer one.
 const TARGETS: &str = "80 90a 100f 120f";
 const TARGETS_VARIABLE: &str = "FLINT_RS_CUDA_TARGETS";
 
@@ -35,6 +36,7 @@ fn main() -> ExitCode {
 fn compile_kernels() -> Result<(), String> {
     let out_dir = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo did not set OUT_DIR")?);
     let nvcc = find_nvcc()?;
+    take_cards_for_older()?;
     // The folder as a whole, so that a new file is noticed; headers come from each file's dependency list.
     println!("cargo::rerun-if-changed=cuda");
     let mut sources = Vec::new();
@@ -71,7 +73,8 @@ fn compile(nvcc: &Path, source: &Path, out_dir: &Path) -> Result<(), String> {
     command.arg("-Xptxas=-warn-spills,-warn-lmem-usage,-Werror");
     let targets = env::var(TARGETS_VARIABLE).unwrap_or_else(|_| TARGETS.into());
     for target in targets.split_whitespace() {
-        command.arg("-gencode").arg(format!("arch=compute_{target},code=sm_{target}"));
+        let (written_for, card) = target.split_once('/').unwrap_or((target, target));
+        command.arg("-gencode").arg(format!("arch=compute_{written_for},code=sm_{card}"));
     }
     let stamp = fatbin.with_extension("command");
     let line = format!("{command:?}");
@@ -95,6 +98,24 @@ fn compile(nvcc: &Path, source: &Path, out_dir: &Path) -> Result<(), String> {
         println!("cargo::rerun-if-changed={file}");
     }
     Ok(())
+}
+
+/// Tells `gpu::Device` the compute capability that all code is written for, when the variable asks for another than the card's.
+fn take_cards_for_older() -> Result<(), String> {
+    let targets = env::var(TARGETS_VARIABLE).unwrap_or_default();
+    if !targets.contains('/') {
+        return Ok(());
+    }
+    match targets.split_once('/') {
+        Some((digits, card)) if digits.parse::<u32>().is_ok_and(|n| n >= 80) && !card.contains(['/', ' ']) => {
+            let (major, minor) = digits.split_at(digits.len() - 1);
+            println!("cargo::rustc-env=FLINT_RS_WRITTEN_FOR={major}.{minor}");
+            Ok(())
+        }
+        _ => {
+            Err(format!("{TARGETS_VARIABLE}: expected one target like 80/90 and no other beside it, found {targets:?}"))
+        }
+    }
 }
 
 /// The files that nvcc read, from `target: file file \` in make's syntax.

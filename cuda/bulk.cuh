@@ -38,6 +38,10 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives at what block `rank` of the cluster has at `barrier`.
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) {
     asm volatile(

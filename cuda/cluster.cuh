@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "bulk.cuh"
+
 #if __CUDA_ARCH__ >= 900
 #define FLINT_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
 #else
@@ -57,12 +59,12 @@ __device__ __forceinline__ T* cluster_peer(T* shared, uint32_t rank) {
 struct ClusterBox {
     uint64_t barrier;
 
-    __device__ __forceinline__ uint32_t address() const { return uint32_t(__cvta_generic_to_shared(&barrier)); }
+    __device__ __forceinline__ uint32_t address() const { return shared_address(&barrier); }
 
     // By one thread, which then arrives at the cluster's barrier; others put something in behind their wait there.
     __device__ __forceinline__ void init() {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address()) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barrier_init(address(), 1);
+        barrier_init_fence();
     }
     __device__ __forceinline__ void open(uint32_t bytes) {
         init();
@@ -70,44 +72,34 @@ struct ClusterBox {
     }
 
     // By one thread, for each filling: how much is going to come. What comes earlier counts too.
-    __device__ __forceinline__ void expect(uint32_t bytes) {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
-    }
+    __device__ __forceinline__ void expect(uint32_t bytes) { barrier_expect(address(), bytes); }
 
     // Until filling number `parity` modulo 2 is complete.
-    __device__ __forceinline__ void wait(uint32_t parity) const {
-        asm volatile(
-            "{\n\t.reg .pred done;\n"
-            "again:\n\t"
-            "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-            "@!done bra again;\n\t}" ::"r"(address()),
-            "r"(parity)
-            : "memory");
-    }
+    __device__ __forceinline__ void wait(uint32_t parity) const { barrier_wait(address(), parity); }
 
     // Into what block `rank` has at `to`, and into its box.
     __device__ __forceinline__ void put(float4* to, float4 x, uint32_t rank) const {
         asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                         peer(uint32_t(__cvta_generic_to_shared(to)), rank)),
+                         peer(shared_address(to), rank)),
                      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(peer(address(), rank))
                      : "memory");
     }
     __device__ __forceinline__ void put(float2* to, float2 x, uint32_t rank) const {
         asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-                         peer(uint32_t(__cvta_generic_to_shared(to)), rank)),
+                         peer(shared_address(to), rank)),
                      "f"(x.x), "f"(x.y), "r"(peer(address(), rank))
                      : "memory");
     }
 
     __device__ __forceinline__ void put(uint64_t* to, uint64_t x, uint64_t y, uint32_t rank) const {
         asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [%0], {%1, %2}, [%3];" ::"r"(
-                         peer(uint32_t(__cvta_generic_to_shared(to)), rank)),
+                         peer(shared_address(to), rank)),
                      "l"(x), "l"(y), "r"(peer(address(), rank))
                      : "memory");
     }
     __device__ __forceinline__ void put(uint64_t* to, uint64_t x, uint32_t rank) const {
         asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(
-                         peer(uint32_t(__cvta_generic_to_shared(to)), rank)),
+                         peer(shared_address(to), rank)),
                      "l"(x), "r"(peer(address(), rank))
                      : "memory");
     }

@@ -37,6 +37,7 @@
 #include <cstdint>
 
 #include "common.cuh"
+#include "fragment.cuh"
 
 constexpr int kTileRows = 16;
 constexpr int kTileK = 512;
@@ -58,14 +59,6 @@ __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
 #endif
     return r;
-}
-
-// d += a b: 16 rows x 8 columns, 16 inputs, fp32 sums.
-__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Constants of a strip or an expert, requested like the weights: behind a wait they would cost a miss of their own.
@@ -163,7 +156,7 @@ private:
                                                          uint32_t x0, uint32_t x1) {
         uint32_t a[4];
         expand_codes(a, word, pairs);
-        mma_bf16(sum, a, x0, x1);
+        mma(sum, a, x0, x1);
     }
 };
 
@@ -191,7 +184,7 @@ struct Bf16Tile {
 private:
     static __device__ __forceinline__ void multiply_words(const uint4& w, float (&sum)[4], uint32_t x0, uint32_t x1) {
         const uint32_t a[4] = {w.x, w.y, w.z, w.w};
-        mma_bf16(sum, a, x0, x1);
+        mma(sum, a, x0, x1);
     }
 };
 

@@ -44,7 +44,7 @@ __device__ __forceinline__ uint4 load_fragments(uint32_t from) {
 
 // The fragment c += A B.
 __device__ __forceinline__ void mma(float* c, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    ::mma(*reinterpret_cast<float (*)[4]>(c), a[0], a[1], a[2], a[3], b0, b1);
+    ::mma(*reinterpret_cast<float (*)[4]>(c), a, b0, b1);
 }
 
 // K as two halves of 64 dims, each [64 positions, 64], then V [128 dims, 64 positions]. Positions of V from `valid` on

@@ -26,10 +26,12 @@
 #include <cuda_bf16.h>
 
 #include "args_prefill_attention.h"
+#include "bulk.cuh"
 #include "common.cuh"
 #include "fragment.cuh"
 #include "panel.cuh"
 #include "prefill_tile.cuh"
+#include "wgmma.cuh"
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -71,30 +73,6 @@ struct Place {
     }
 };
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) {
-    asm volatile(
-        "{\n\t"
-        ".reg .pred done;\n\t"
-        "again:\n\t"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-        "@!done bra again;\n\t"
-        "}" ::"r"(shared_address(barrier)),
-        "r"(phase)
-        : "memory");
-}
-
 // What lane 0 has, which is what all have.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 __device__ __forceinline__ PrefillTile uniform(const PrefillTile& tile) {
@@ -102,54 +80,28 @@ __device__ __forceinline__ PrefillTile uniform(const PrefillTile& tile) {
 }
 
 // One arrival for the warp, when all its lanes are here.
-__device__ __forceinline__ void warp_arrive(uint64_t* barrier) {
+__device__ __forceinline__ void warp_arrive(const uint64_t& barrier) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&barrier));
 }
 
 __device__ __forceinline__ void copy_16(uint32_t to, const __nv_bfloat16* from) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// A K-major operand of rows of 128 bytes with 128-byte swizzle, groups of 8 rows one after the other.
-__device__ __forceinline__ uint64_t operand(uint32_t address) {
-    return uint64_t(address >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
-}
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
 // All but the last `pending` groups are done, one of which had `d`.
 template <int pending>
 __device__ __forceinline__ void wgmma_wait(float (&d)[64]) {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+    ::wgmma_wait<pending>();
 #pragma unroll
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d = a b, or d += a b, m64n128k16.
-__device__ __forceinline__ void wgmma(float (&d)[64], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b,
-                                      bool add) {
-    asm volatile(
-        "{\n\t"
-        ".reg .pred add;\n\t"
-        "setp.ne.b32 add, %69, 0;\n\t"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, add, 1, 1, 0;\n\t"
-        "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-          "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-          "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(int(add)));
+// d = a b, or d += a b: 128 inputs, of which `slot` describes both halves. A group of its own.
+__device__ __forceinline__ void multiply(float (&d)[64], const uint32_t (&a)[8][4], uint64_t slot, bool add) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) wgmma<kStep>(d, a[i], slot + (i / 4 * kHalfBytes + i % 4 * 32) / 16, i > 0 || add);
+    wgmma_commit();
 }
 
 // The steps of 128 positions that the tokens of a tile see.
@@ -169,13 +121,13 @@ struct Producer {
     int unannounced = 0;
 
     __device__ __forceinline__ uint32_t begin() {
-        barrier_wait(&control->empty[next.index], next.phase ^ 1);
+        barrier_wait(shared_address(&control->empty[next.index]), next.phase ^ 1);
         return slots + next.index * kSlotBytes;
     }
     // Every thread for its own copies.
     __device__ __forceinline__ void announce() {
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        barrier_arrive(&control->full[announced.index]);
+        barrier_arrive(shared_address(&control->full[announced.index]));
         announced.advance();
         --unannounced;
     }
@@ -251,20 +203,20 @@ __device__ __forceinline__ void produce(const PrefillAttentionArgs& args, uint32
 
     // Thread 0 asks for work one item ahead.
     auto put_item = [&](uint32_t item) {
-        barrier_wait(&control->item_empty[put.index], put.phase ^ 1);
+        barrier_wait(shared_address(&control->item_empty[put.index]), put.phase ^ 1);
         const bool exists = item < n_items;
         if (exists) control->tile[put.index] = args.tiles[item / args.n_kv_heads];
         control->kv_head[put.index] = exists ? item % args.n_kv_heads : kNoItem;
-        barrier_arrive(&control->item_full[put.index]);
+        barrier_arrive(shared_address(&control->item_full[put.index]));
         put.advance();
     };
     if (thread == 0) put_item(blockIdx.x);
 
     while (true) {
-        barrier_wait(&control->item_full[place.index], place.phase);
+        barrier_wait(shared_address(&control->item_full[place.index]), place.phase);
         const PrefillTile tile = uniform(control->tile[place.index]);
         const uint32_t kv_head = uniform(control->kv_head[place.index]);
-        warp_arrive(&control->item_empty[place.index]);
+        warp_arrive(control->item_empty[place.index]);
         place.advance();
         if (kv_head == kNoItem) break;
         if (thread == 0) {
@@ -309,31 +261,15 @@ __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32
     Place<kSlots> next;
 
     auto take = [&]() {
-        barrier_wait(&control->full[next.index], next.phase);
-        return operand(slots + next.index * kSlotBytes);
+        barrier_wait(shared_address(&control->full[next.index]), next.phase);
+        return describe(slots + next.index * kSlotBytes);
     };
     // The slot that `index` was; the warp's products with it are done.
-    auto release = [&](uint32_t index) { warp_arrive(&control->empty[index]); };
+    auto release = [&](uint32_t index) { warp_arrive(control->empty[index]); };
 
     uint32_t q[8][4];
     float s[64], o[64];
     uint32_t p[8][4];
-    auto scores = [&](uint64_t k) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const uint64_t part = k + (i / 4 * kHalfBytes + i % 4 * 32) / 16;
-            wgmma(s, q[i][0], q[i][1], q[i][2], q[i][3], part, i > 0);
-        }
-        wgmma_commit();
-    };
-    auto output = [&](uint64_t v, bool add) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const uint64_t part = v + (i / 4 * kHalfBytes + i % 4 * 32) / 16;
-            wgmma(o, p[i][0], p[i][1], p[i][2], p[i][3], part, i > 0 || add);
-        }
-        wgmma_commit();
-    };
     auto round_p = [&]() {
 #pragma unroll
         for (int i = 0; i < 8; ++i)
@@ -342,10 +278,10 @@ __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32
     };
 
     while (true) {
-        barrier_wait(&control->item_full[place.index], place.phase);
+        barrier_wait(shared_address(&control->item_full[place.index]), place.phase);
         const PrefillTile tile = uniform(control->tile[place.index]);
         const uint32_t kv_head = uniform(control->kv_head[place.index]);
-        warp_arrive(&control->item_empty[place.index]);
+        warp_arrive(control->item_empty[place.index]);
         place.advance();
         if (kv_head == kNoItem) break;
 
@@ -365,7 +301,7 @@ __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32
 
         uint64_t k = take();
         wgmma_fence();
-        scores(k);
+        multiply(s, q, k, false);
         wgmma_wait<0>(s);
         release(next.index);
         next.advance();
@@ -378,9 +314,9 @@ __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32
             const uint32_t k_slot = next.index;
             next.advance();
             wgmma_fence();
-            scores(k);
+            multiply(s, q, k, false);
             const uint64_t v = take();
-            output(v, add);
+            multiply(o, p, v, add);
             add = true;
             wgmma_wait<1>(s);
             release(k_slot);
@@ -399,7 +335,7 @@ __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32
         }
         const uint64_t v = take();
         wgmma_fence();
-        output(v, add);
+        multiply(o, p, v, add);
         wgmma_wait<0>(o);
         release(next.index);
         next.advance();
@@ -419,12 +355,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     Control* control = reinterpret_cast<Control*>(shared + (slots - shared_address(shared)) + kSlots * kSlotBytes);
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSlots; ++i) {
-            barrier_init(&control->full[i], kProducerThreads);
-            barrier_init(&control->empty[i], kConsumerWarps);
+            barrier_init(shared_address(&control->full[i]), kProducerThreads);
+            barrier_init(shared_address(&control->empty[i]), kConsumerWarps);
         }
         for (int i = 0; i < kItems; ++i) {
-            barrier_init(&control->item_full[i], 1);
-            barrier_init(&control->item_empty[i], kConsumerWarps + kProducerWarps);
+            barrier_init(shared_address(&control->item_full[i]), 1);
+            barrier_init(shared_address(&control->item_empty[i]), kConsumerWarps + kProducerWarps);
         }
     }
     __syncthreads();

@@ -35,8 +35,8 @@ __device__ __forceinline__ void multiply_panel(float (&d)[AnyCard::kMost / 8][4]
                          : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
                          : "r"(row + ((2 * j + lane / 8 % 2) ^ lane % 8) * 16)
                          : "memory");
-            mma_bf16(d[c], a[j], b[0], b[1]);
-            mma_bf16(d[c + 1], a[j], b[2], b[3]);
+            mma(d[c], a[j], b[0], b[1]);
+            mma(d[c + 1], a[j], b[2], b[3]);
         }
     }
 }

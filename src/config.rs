@@ -13,6 +13,7 @@ use serde::Serialize;
 use crate::{
     checkpoint::{Checkpoint, gguf::Value},
     error::{Error, Result},
+    nvfp4::BLOCK_LEN,
 };
 
 /// What the tokens of a layer attend to.
@@ -121,11 +122,23 @@ impl FlintConfig {
     }
 
     /// The published model with the keys of `dims`, a JSON object as in a config.json, in place of its own. Kinds of layers
-    /// that it does not name follow Flint's rule.
+    /// that it does not name follow Flint's rule. Keys without a use here are passed over where `dims` is a whole
+    /// config.json, which has them anyway, and refused where someone wrote them for this.
     ///
     /// Errors: [`Error::Value`] naming the key.
-    pub fn flint_with(dims: &str) -> Result<Self> {
-        json_keys::read_over(&Self::flint(49, 150_144), dims)
+    pub fn flint_with(dims: &str, whole_file: bool) -> Result<Self> {
+        json_keys::read_over(&Self::flint(49, 150_144), dims, whole_file)
+    }
+
+    /// Whether matrices of NVFP4 can have these dimensions, whose rows are whole blocks. Errors: [`Error::Value`] naming
+    /// the dimension.
+    pub fn check_nvfp4(&self) -> Result<()> {
+        self.check_blocks(&FIELDS).map_err(|(name, accepted, found)| Error::value(name, found, accepted))
+    }
+
+    /// The same with the names of [`Self::flint_with`].
+    pub fn check_nvfp4_dims(&self) -> Result<()> {
+        json_keys::check_nvfp4(self)
     }
 
     /// Reads and validates the configuration of a checkpoint: `general.architecture` and `flint.*` of a GGUF, or
@@ -181,6 +194,29 @@ impl FlintConfig {
             }
         }
         Ok(())
+    }
+}
+
+impl FlintConfig {
+    /// Whether rows of every projection are whole blocks of NVFP4; else (name, accepted, found).
+    fn check_blocks(&self, names: &Names) -> Result<(), (String, String, String)> {
+        let query = format!("{} * {}", names.n_heads, names.head_dim);
+        let mut widths = vec![(names.hidden_size.to_owned(), self.hidden_size), (query, self.n_heads * self.head_dim)];
+        for (mlp, name, width) in [
+            (Mlp::Dense, names.dense_intermediate_size, self.dense_intermediate_size),
+            (Mlp::Moe, names.expert_intermediate_size, self.expert_intermediate_size),
+            (Mlp::Moe, names.shared_intermediate_size, self.shared_intermediate_size),
+        ] {
+            if self.layers.iter().any(|layer| layer.mlp == mlp) {
+                widths.push((name.to_owned(), width));
+            }
+        }
+        match widths.into_iter().find(|(_, width)| !width.is_multiple_of(BLOCK_LEN)) {
+            Some((name, width)) => {
+                Err((name, format!("a multiple of {BLOCK_LEN}, the values of an NVFP4 block"), width.to_string()))
+            }
+            None => Ok(()),
+        }
     }
 }
 

@@ -282,19 +282,41 @@ impl Engine {
         }
     }
 
+    /// [`Error::Value`] naming `field` unless a token can be generated after `tokens`: not empty, fewer than the context,
+    /// all known.
+    pub fn check_prompt(&self, field: &str, tokens: &[u32]) -> Result<()> {
+        check_prompt(field, tokens, self.context_tokens, self.vocab_tokens())
+    }
+
     /// [`Error::Value`] naming `field` unless `tokens` can be read: not empty, no more than the context, all known.
-    pub fn check_tokens(&self, field: &str, tokens: &[u32]) -> Result<()> {
+    fn check_tokens(&self, field: &str, tokens: &[u32]) -> Result<()> {
         let context = self.context_tokens;
-        if tokens.is_empty() || tokens.len() > context {
-            let accepted = format!("1 to {context} tokens");
+        if tokens.len() > context {
+            let accepted = format!("1 to {context} tokens, the context");
             return Err(Error::value(field, format!("{} tokens", tokens.len()), accepted));
         }
-        let vocab = self.vocab_tokens();
-        match tokens.iter().position(|&id| id as usize >= vocab) {
-            Some(at) => {
-                Err(Error::value(format!("{field}[{at}]"), tokens[at].to_string(), format!("a token id below {vocab}")))
-            }
-            None => Ok(()),
+        check_known(field, tokens, self.vocab_tokens())
+    }
+}
+
+/// [`Engine::check_prompt`] for so many tokens of context and vocabulary.
+fn check_prompt(field: &str, tokens: &[u32], context: usize, vocab: usize) -> Result<()> {
+    if tokens.len() >= context {
+        let accepted = format!("at most {} tokens, to leave room for one in a context of {context}", context - 1);
+        return Err(Error::value(field, format!("{} tokens", tokens.len()), accepted));
+    }
+    check_known(field, tokens, vocab)
+}
+
+/// [`Error::Value`] naming `field` for no tokens, or its entry that is none of `vocab`.
+fn check_known(field: &str, tokens: &[u32], vocab: usize) -> Result<()> {
+    if tokens.is_empty() {
+        return Err(Error::value(field, "0 tokens", "1 or more tokens"));
+    }
+    match tokens.iter().position(|&id| id as usize >= vocab) {
+        Some(at) => {
+            Err(Error::value(format!("{field}[{at}]"), tokens[at].to_string(), format!("a token id below {vocab}")))
         }
+        None => Ok(()),
     }
 }

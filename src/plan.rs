@@ -37,8 +37,8 @@ pub use crate::kernels::decode::distinct_experts;
 
 /// Most sequences of a step. On the fast path up to 8 have kernels of their own, and more take those of prefill.
 pub const MAX_ROWS: usize = DECODE_ATTENTION_ROWS as usize;
-/// Tokens of a chunk unless another number is asked for: on an H200 a MoE layer's weights are then read for enough of
-/// them.
+/// Most tokens of a chunk unless another number is asked for; [`fit`] takes fewer where a card's memory or multiprocessors
+/// are few, see `plan/chunk.rs`.
 pub const CHUNK_TOKENS: usize = 8192;
 /// Most tokens of a chunk.
 const CHUNK_TOKENS_MOST: usize = 1 << 16;
@@ -54,7 +54,7 @@ pub struct Limits {
     pub context_tokens: usize,
     /// Tokens that may be chosen, those of the tokenizer: at most the rows of the LM head.
     pub vocab_tokens: usize,
-    /// Tokens of prompts that a step takes, 1 to 65,536; see [`CHUNK_TOKENS`]. A plan takes fewer where no step could have
+    /// Tokens of prompts that a step takes, 1 to 65,536; see [`CHUNK_TOKENS`] and [`fit`]. A plan takes fewer where no step could have
     /// so many, and on the general path.
     pub chunk_tokens: usize,
 }
@@ -64,13 +64,16 @@ pub struct Limits {
 pub struct Card {
     /// Its multiprocessors.
     pub processors: usize,
-    /// Its compute capability before the point.
+    /// Its compute capability before the point, 8 or more: both paths run on all of them. 8 has neither clusters nor
+    /// dependent launches, and 9 alone has `wgmma`.
     pub major: i32,
+    /// Shared memory that a block may have: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6, 8.9 and 12.0.
+    pub block_shared_bytes: usize,
 }
 
 impl Card {
     /// What a plan assumes without a GPU.
-    pub const H200: Self = Self { processors: 132, major: 9 };
+    pub const H200: Self = Self { processors: 132, major: 9, block_shared_bytes: 227 << 10 };
 }
 
 /// Which kernels run the model; all of it takes one path.
@@ -252,7 +255,7 @@ impl Plan {
                 return Err(Error::value(field, value.to_string(), format!("1 to {most}")));
             }
         }
-        let (path, weights) = match fast::format(config, types, card) {
+        let (path, weights) = match fast::format(config, types) {
             Ok(format) => (Path::Fast(format), WeightPlan::Fast(format, FastWeights::new(config, format))),
             Err(because) => (Path::General { because }, WeightPlan::General(GeneralWeights::new(config, types)?)),
         };

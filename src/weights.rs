@@ -13,6 +13,8 @@ use std::collections::BTreeMap;
 
 use rayon::prelude::*;
 
+#[cfg(feature = "cuda")]
+pub(crate) use self::synthetic::MatrixRecipe;
 pub use self::{
     list::{ParameterCount, parameter_count},
     matrix::{Matrix, MatrixData},
@@ -21,7 +23,7 @@ pub(crate) use self::{
     list::{Shape, Spec},
     matrix::decode,
     source::Source,
-    synthetic::{MatrixRecipe, Recipe, recipes},
+    synthetic::{Recipe, recipes},
 };
 use crate::{
     cancel::Cancel,

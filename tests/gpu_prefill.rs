@@ -27,7 +27,16 @@ use kernel_support::{
 };
 
 const FORMATS: [(Kind, TileFormat); 2] = [(Kind::Nvfp4, TileFormat::Nvfp4), (Kind::Bf16, TileFormat::Bf16)];
-const PRODUCTS: fn() -> Products = || Products::of(9, 132);
+
+fn products(gpu: &Gpu) -> Products {
+    Products::of(gpu.device.capability().0, gpu.device.card().unwrap().processors)
+}
+
+/// The ways of a product that this card has.
+fn ways(gpu: &Gpu, product: &Product) -> Vec<Way> {
+    let hopper = gpu.device.capability().0 == 9;
+    product.ways().iter().copied().filter(|&way| hopper || way == Way::AnyCard).collect()
+}
 
 /// Where an input of a row lies in panels, in values, as `cuda/panel.cuh` has it.
 fn panel_at(panel_rows: usize, row: usize, column: usize) -> usize {
@@ -98,7 +107,7 @@ impl Case<'_> {
             out_stride: if self.out == Out::Panels { panel_rows } else { self.width } as u32,
             scale: f32::NAN,
         };
-        let (kernel, launch) = PRODUCTS().linear_launch(self.product, self.format, way, &args);
+        let (kernel, launch) = products(self.gpu).linear_launch(self.product, self.format, way, &args);
         // SAFETY: every buffer has the extent that the struct states, and lives until the download in `output`.
         unsafe { self.gpu.launch(kernel, launch, pdl, &args) };
         let bytes = output(&out, len);
@@ -116,11 +125,12 @@ impl Case<'_> {
     /// `exact` are the unrounded results. All ways, and a row wherever it stands, give the same bits.
     fn check(&self, x: &[f32], exact: &[f32], spread_bound: f32) {
         let rows = x.len() / self.cols;
-        let found = self.run(self.product.ways()[0], x, false);
+        let ways = ways(self.gpu, self.product);
+        let found = self.run(ways[0], x, false);
         let spread = rms(exact);
         let rounded = if self.out == Out::F32 { 0.0 } else { 0.51 };
         assert_close("product", &found, exact, |i| spread_bound * spread + rounded * bf16_step(exact[i]));
-        for &way in self.product.ways() {
+        for way in ways {
             assert!(self.run(way, x, true) == found, "{way:?}, {rows} rows: other bits");
             for row in [0, rows / 2, rows - 1] {
                 let alone = self.run(way, &x[row * self.cols..][..self.cols], true);
@@ -330,7 +340,7 @@ fn run_moe(
         rows: rows as u32,
         reserved: 0,
     };
-    let products = PRODUCTS();
+    let products = products(gpu);
     let (up_kernel, up_launch) = products.experts(&PREFILL_EXPERTS_UP, format, way, rows);
     let (down_kernel, down_launch) = products.experts(&PREFILL_EXPERTS_DOWN, format, way, rows);
     // SAFETY: every buffer has the extent that the structs state, and lives until the downloads below.
@@ -388,8 +398,9 @@ fn check_moe(gpu: &Gpu, random: &mut Random, kind: (Kind, TileFormat), moe: &Moe
     let (rows, cancel) = (logits.len() / EXPERTS, Cancel::default());
     let (x, shared) = (random.bf16s(rows * HIDDEN), random.bf16s(rows * HIDDEN));
     let with = (moe, kind.1);
-    let found = run_moe(gpu, with, Way::Wide(256), &x, logits, &shared, false);
-    for &way in PREFILL_EXPERTS_UP.ways() {
+    let ways = ways(gpu, &PREFILL_EXPERTS_UP);
+    let found = run_moe(gpu, with, ways[0], &x, logits, &shared, false);
+    for way in ways {
         assert!(run_moe(gpu, with, way, &x, logits, &shared, true) == found, "{way:?}, {rows} rows: other bits");
         for row in [0, rows / 2, rows - 1] {
             let part = |x: &[f32], len: usize| x[row * len..][..len].to_vec();

@@ -350,8 +350,8 @@ fn panel_at(panel_rows: usize, row: usize, column: usize) -> usize {
 
 /// Which kernels this card has.
 fn kernels(gpu: &Gpu) -> Vec<PrefillAttention> {
-    let capability = gpu.device.capability().unwrap();
-    let own = PrefillAttention::of(capability, gpu.device.processors().unwrap() as u32);
+    let capability = gpu.device.capability();
+    let own = PrefillAttention::of(capability, gpu.device.card().unwrap().processors as u32);
     if own == PrefillAttention::Any { vec![own] } else { vec![PrefillAttention::Any, own] }
 }
 

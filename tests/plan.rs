@@ -7,7 +7,7 @@ use flint_rs::{
     config::{Attention, FlintConfig, LayerKind, Mlp},
     kernels::Args,
     plan::{
-        Bases, CHUNK_TOKENS, Card, Ending, Limits, Operation, Path, Plan, Step, Totals, Types, distinct_experts,
+        Bases, CHUNK_TOKENS, Card, Ending, Limits, Operation, Part, Path, Plan, Step, Totals, Types, distinct_experts,
         of_file,
     },
     tiles::TileFormat,
@@ -129,13 +129,84 @@ fn the_first_fact_that_forces_the_general_path_is_named() {
         };
         assert!(because.starts_with(fact), "{because}");
     }
-    let old = Card { major: 8, ..Card::H200 };
-    let config = FlintConfig::flint(5, 1024);
-    let plan = Plan::new(&config, &Types::of_synthetic(&config, DType::Bf16).unwrap(), limits, old).unwrap();
-    assert!(plan.path().to_string().contains("because the card has compute capability 8.x"), "{}", plan.path());
     // What the model does not have does not matter.
     let moe_only = change(|c| (c.dense_intermediate_size, c.layers) = (512, c.layers.split_off(2)));
     assert_eq!(*plan_of(&moe_only, DType::Bf16, limits).path(), Path::Fast(TileFormat::Bf16));
+}
+
+#[test]
+fn every_card_takes_the_fast_path_with_what_it_has() {
+    let config = FlintConfig::flint(5, 1024);
+    let limits = Limits { sequences: 32, context_tokens: 4096, vocab_tokens: 1024, ..LIMITS };
+    for dtype in [DType::Nvfp4, DType::Bf16] {
+        for (major, ways, clusters) in [
+            (8, "mma.sync, no clusters, no dependent launches", false),
+            (9, "wgmma, clusters, dependent launches", true),
+            (10, "mma.sync, clusters, dependent launches", true),
+            (12, "mma.sync, clusters, dependent launches", true),
+        ] {
+            // What a block has on cards of 8.6, 8.9 and 12.0; Hopper's own kernels take more.
+            let block_shared_bytes = if major == 9 { 227 << 10 } else { 99 << 10 };
+            let card = Card { major, processors: 84, block_shared_bytes };
+            let plan = Plan::new(&config, &Types::of_synthetic(&config, dtype).unwrap(), limits, card).unwrap();
+            assert!(matches!(plan.path(), Path::Fast(_)), "{major}: {}", plan.path());
+            let text = plan.to_string();
+            assert!(
+                text.starts_with(&format!("card       84 multiprocessors of compute capability {major}.x: {ways}\n"))
+            );
+            let mut steps = Vec::new();
+            for rows in [1, 8, 9, 32] {
+                steps.extend(plan.steps(&Bases::default(), &vec![4095; rows], Ending::Token));
+            }
+            for tokens in [1, 300, 4096] {
+                steps.extend(plan.chunk_steps(&Bases::default(), &[Part { slot: 0, first: 0, tokens }], true));
+                steps.extend(plan.logits_steps(&Bases::default(), 0, tokens.min(9)));
+            }
+            for step in &steps {
+                let name = step.kernel.symbol.to_str().unwrap();
+                assert!(step.launch.shared_bytes as usize <= block_shared_bytes, "{name}: {:?}", step.launch);
+                let product =
+                    ["linear", "logits", "swiglu", "experts"].iter().any(|p| name.starts_with(&format!("prefill_{p}")));
+                assert!(!product || major == 9 || name.ends_with("_mma"), "{major}: {name}");
+                assert!(major == 9 || !name.contains("hopper"), "{major}: {name}");
+                if name == "decode_sample" {
+                    assert_eq!(step.launch.grid[0], if clusters { 8 } else { 1 });
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_product_that_a_card_has_no_shared_memory_for_is_cut_in_two() {
+    let config = FlintConfig::flint(3, 1024);
+    let types = Types::of_synthetic(&config, DType::Nvfp4).unwrap();
+    let limits = Limits { sequences: 8, context_tokens: 64, vocab_tokens: 16, ..LIMITS };
+    for (shared, rows, parts) in [
+        (227 << 10, 8, vec![8]),
+        (163 << 10, 8, vec![8]),
+        (99 << 10, 8, vec![4, 4]),
+        (99 << 10, 5, vec![4, 1]),
+        (99 << 10, 4, vec![4]),
+    ] {
+        let card = Card { block_shared_bytes: shared, ..Card::H200 };
+        let plan = Plan::new(&config, &types, limits, card).unwrap();
+        let steps = plan.steps(&Bases::default(), &vec![7; rows], Ending::Logits);
+        let downs: Vec<_> = steps.iter().filter(|s| s.operation == Operation::DenseDown && s.layer == 1).collect();
+        let args: Vec<_> = downs
+            .iter()
+            .map(|step| match step.args {
+                Args::DecodeLinear(args) => args,
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        assert_eq!(args.iter().map(|args| args.norm.rows as usize).collect::<Vec<_>>(), parts);
+        for (i, found) in args.iter().enumerate() {
+            // Rows of 6,144 inputs and of 2,048 outputs, of BF16.
+            assert_eq!((found.x - args[0].x, found.out - args[0].out), (i as u64 * 4 * 12_288, i as u64 * 4 * 4096));
+            assert_eq!((found.weights, found.scales), (args[0].weights, args[0].scales));
+        }
+    }
 }
 
 #[test]

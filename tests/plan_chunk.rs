@@ -317,4 +317,15 @@ fn a_printed_plan_has_chunks() {
         assert!(text.contains(part), "{part} is not in\n{text}");
     }
     println!("{text}");
+    for (plan, line) in [
+        (flint(), "chunk      8192 tokens of prompts at a time\n"),
+        (
+            plan(&FlintConfig::flint(3, 1024), DType::Bf16, Limits { chunk_tokens: 2048, vocab_tokens: 9, ..LIMITS }),
+            "chunk      2048 tokens of prompts at a time, where 8192 would suit 132 multiprocessors\n",
+        ),
+        (general(LIMITS), "chunk      64 tokens of prompts at a time\n"),
+    ] {
+        let text = plan.to_string();
+        assert!(text.contains(line), "{line} is not in\n{text}");
+    }
 }

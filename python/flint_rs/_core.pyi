@@ -31,6 +31,7 @@ __all__ = [
     "UnavailableError",
     "Usage",
     "__version__",
+    "check_synthetic_request",
     "convert",
     "describe",
     "inspect",
@@ -78,7 +79,7 @@ class SamplingParams:
         allowed_token_ids: If given, only these tokens can be chosen.
         banned_token_ids: These tokens are never chosen.
         seed: Makes the request reproducible; drawn and reported when `None`.
-        max_tokens: Most tokens to generate; `None`: up to the context length.
+        max_tokens: Most tokens to generate; `None`: until prompt and output fill the context.
         min_tokens: End tokens and stops are held off until so many tokens stand.
         stop: Strings that end the text.
         stop_token_ids: Token ids that end the text, beside the model's own.
@@ -343,7 +344,7 @@ class Model:
 
     def __new__(
         cls,
-        source: str | os.PathLike[str] | tuple[int, str, str],
+        source: str | os.PathLike[str] | tuple[int, str, str, bool],
         device: str,
         dtype: str,
         threads: int | None,
@@ -374,14 +375,16 @@ class Model:
             prompt: A text, token ids, or a list of either. Control tokens spelled in a text are plain text; give token
                 ids from `tokenize(..., control=True)` where they are meant.
             params: How to sample; or give its fields as keywords.
-            progress: Called a few times a second, while prompts are read, with the tokens read and the tokens in all.
+            progress: Called about 20 times a second, while prompts are read, with the tokens read and the tokens in
+                all. A prompt that is read sooner has no call.
             **options: The fields of `SamplingParams`.
 
         Returns:
             One result for one prompt, a list for a list.
 
         Raises:
-            InvalidValueError: If a prompt is empty, too long, or holds an unknown id; if a parameter is out of range.
+            InvalidValueError: If a prompt is empty, leaves no room for a token in the context, or holds an unknown id
+                or a lone surrogate; if a parameter is out of range.
         """
 
     def stream(
@@ -451,7 +454,10 @@ class Model:
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens of a sequence: the model's context length, or less by the argument or by the GPU's memory."""
+        """Most tokens of a sequence, prompt and output together.
+
+        The model's context length, or less by the argument or by the GPU's memory.
+        """
 
     @property
     def end_token_ids(self) -> list[int]:
@@ -473,6 +479,15 @@ class Model:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
     ) -> None: ...
 
+def check_synthetic_request(
+    source: tuple[int, str, str, bool], context_tokens: int | None, prompt: Sequence[int], params: SamplingParams
+) -> None:
+    """What is wrong with a request to a synthetic model, before it is made: for the command line.
+
+    Raises:
+        InvalidValueError: As `generate` would.
+    """
+
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a checkpoint holds, from its headers: files, config, parameters, tensor types, tokenizer, chat template.
 
@@ -486,17 +501,17 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 def describe(path: str | os.PathLike[str]) -> str:
     """The same as `inspect`, for a person."""
 
-def plan(path: str | os.PathLike[str], sequences: int = 1, context: int | None = None) -> str:
+def plan(path: str | os.PathLike[str], sequences: int = 1, context_tokens: int | None = None) -> str:
     """What an H200 would do with a checkpoint, from its headers: path, memory, and the kernels of a step.
 
     Args:
         path: A GGUF file, or a folder of safetensors.
         sequences: How many at a time, 1 to 256.
-        context: Tokens of each; the model's context length when `None`.
+        context_tokens: Most tokens of each; the model's context length when `None`.
 
     Raises:
         CheckpointError: If it is no Flint.
-        InvalidValueError: If `sequences` or `context` is out of range.
+        InvalidValueError: If `sequences` or `context_tokens` is out of range.
         UnavailableError: If no kernels run a model of these dimensions.
     """
 
@@ -516,7 +531,7 @@ def convert(
         dst: The file to write; its name ends in `.gguf`.
         type: Of projections, experts and LM head.
         overwrite: Whether to replace a file that has the name already.
-        progress: Called a few times a second with the bytes written and the bytes in all.
+        progress: Called about 20 times a second with the bytes written and the bytes in all.
 
     Raises:
         CheckpointError: If `src` is no Flint, or a tensor of it cannot be of the type.

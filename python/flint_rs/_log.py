@@ -4,6 +4,7 @@ An application that configured `logging` gets it by its own levels and handlers;
 from a program, unless the logger's level was set higher.
 """
 
+import contextlib
 import logging
 import sys
 
@@ -14,5 +15,13 @@ def say(message: str) -> None:
     """One line."""
     if logger.hasHandlers():
         logger.info("%s", message)
-    elif logger.level <= logging.INFO and sys.stderr is not None:
-        sys.stderr.write(f"flint-rs: {message}\n")
+    elif logger.level <= logging.INFO:
+        write(f"flint-rs: {message}\n")
+
+
+def write(text: str) -> None:
+    """Puts text on standard error, or nowhere when that is full or closed: no result is worth less for it."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text)
+            sys.stderr.flush()

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import flint_rs
-from flint_rs._log import logger
+from flint_rs._core import check_synthetic_request
+from flint_rs._flint import synthetic_source
+from flint_rs._log import logger, write
 from flint_rs._progress import Bar
 
 if TYPE_CHECKING:
@@ -41,10 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, open to the end
     sys.stdin = sys.stdin or Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
-        print("flint-rs: error: standard output is closed", file=sys.stderr)
+        write("flint-rs: error: standard output is closed\n")
         return 1
     try:
-        status = _run(list(sys.argv[1:] if argv is None else argv))
+        return _checked_run(list(sys.argv[1:] if argv is None else argv))
+    finally:
+        try:
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            # It is full or closed. Python flushes it once more on exit, into nothing.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def _checked_run(argv: list[str]) -> int:
+    try:
+        status = _run(argv)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
@@ -53,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (flint_rs.FlintError, OSError, TypeError, UnicodeError) as error:
-        print(f"flint-rs: error: {' '.join(str(error).split())}", file=sys.stderr)
+        write(f"flint-rs: error: {' '.join(str(error).split())}\n")
         return 2 if isinstance(error, flint_rs.InvalidValueError) else 1
     return status
 
@@ -98,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--synthetic",
         choices=["nvfp4", "bf16"],
-        help="random weights as large as Flint 40B, 23 or 80 GB, instead of a model: prompt and output are token ids",
+        help="random weights as large as Flint 40B, 23 or 80 GB, instead of a model: prompt and output are token ids; "
+        "a CPU may take a minute to make them",
     )
     _add_sampling_options(generate)
 
@@ -114,12 +130,12 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan",
         help="show what a GPU would do with a checkpoint, from its header and without a GPU",
-        epilog="example: flint-rs plan flint.gguf --sequences 8 --context 32768",
+        epilog="example: flint-rs plan flint.gguf --sequences 8 --context-tokens 32768",
     )
     plan.set_defaults(command=_plan)
     plan.add_argument("file", metavar="FILE", help="a GGUF file, or a folder of safetensors")
     plan.add_argument("--sequences", type=int, default=1, metavar="N", help="at a time, 1 to 256 (default: 1)")
-    plan.add_argument("--context", type=int, metavar="TOKENS", help="of each (default: the model's)")
+    plan.add_argument("--context-tokens", type=int, metavar="N", help="most of each (default: the model's)")
 
     convert = commands.add_parser(
         "convert",
@@ -161,12 +177,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExc
     )
     parser.add_argument("--device", default="auto", help="auto, cuda, cpu or reference (default: auto)")
     parser.add_argument("--dtype", default="bfloat16", help="of activations: bfloat16 or float32 (default: bfloat16)")
-    parser.add_argument("--threads", type=int, help="of the CPU (default: one a core)")
+    parser.add_argument("--threads", type=int, help="of the CPU, at most one a core (default: one a core)")
     parser.add_argument(
-        "--context",
+        "--context-tokens",
         type=int,
-        metavar="TOKENS",
-        help="most tokens of a text (default: the model's, or what the GPU's memory holds)",
+        metavar="N",
+        help="most tokens of a text, prompt and output (default: the model's, or what the GPU's memory holds)",
     )
     return model
 
@@ -228,7 +244,7 @@ def _open_model(args: argparse.Namespace) -> flint_rs.Flint:
         "dtype": args.dtype,
         "threads": args.threads,
         "max_sequences": 1,
-        "context_tokens": args.context,
+        "context_tokens": args.context_tokens,
     }
     if vars(args).get("quiet"):
         logger.setLevel("WARNING")
@@ -269,6 +285,8 @@ def _generate(args: argparse.Namespace) -> int:
     prompt = _read_text(None) if args.prompt in (None, "-") else args.prompt
     if args.synthetic:
         prompt = _token_ids(prompt)
+        # What is wrong with it is said before the weights cost time.
+        check_synthetic_request(synthetic_source(0, None, args.synthetic), args.context_tokens, prompt, params)
     bar = Bar("reading the prompt")
     with _open_model(args) as flint, bar, flint.stream(prompt, params, bar) as stream:
         ends_line = True
@@ -288,7 +306,7 @@ def _generate(args: argparse.Namespace) -> int:
     elif not ends_line:
         print()
     if not args.quiet:
-        print(_figures(result), file=sys.stderr)
+        write(f"{_figures(result)}\n")
     return 0
 
 
@@ -321,14 +339,14 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    print(flint_rs.plan(args.file, args.sequences, args.context), end="")
+    print(flint_rs.plan(args.file, args.sequences, args.context_tokens), end="")
     return 0
 
 
 def _convert(args: argparse.Namespace) -> int:
     with Bar(f"converting to {args.type}") as bar:
         flint_rs.convert(args.src, args.dst, args.type, args.overwrite, bar)
-    print(f"{args.dst}: {Path(args.dst).stat().st_size:,} bytes", file=sys.stderr)
+    write(f"{args.dst}: {Path(args.dst).stat().st_size:,} bytes\n")
     return 0
 
 

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value as Json};
 
-use super::{Attention, FlintConfig, LayerKind, MAX_LAYERS, Mlp, Names};
+use super::{Attention, FlintConfig, LayerKind, MAX_LAYERS, MAX_SIZE, MAX_TOKENS, Mlp, Names};
 use crate::error::{Error, Result};
 
 const NAMES: Names = Names {
@@ -65,23 +65,21 @@ pub(super) fn read(file: &Path, config: &Json) -> Result<FlintConfig> {
     let mut keys = Keys { file, parent: None, left };
     keys.required_only("model_type", &"flint".into())?;
     keys.only("architectures", &Json::from(vec!["FlintForCausalLM"]))?;
-    let n_layers = keys.size(NAMES.layers)?;
-    if !(1..=MAX_LAYERS).contains(&n_layers) {
-        return Err(keys.error(NAMES.layers, format!("1 to {MAX_LAYERS}"), n_layers.to_string()));
-    }
+    let n_layers = keys.size(NAMES.layers, MAX_LAYERS)?;
+    let n_experts = keys.size(NAMES.n_experts, MAX_SIZE)?;
     let config = FlintConfig {
-        hidden_size: keys.size(NAMES.hidden_size)?,
-        vocab_size: keys.size(NAMES.vocab_size)?,
-        context_length: keys.size(NAMES.context_length)?,
-        n_heads: keys.size(NAMES.n_heads)?,
-        n_kv_heads: keys.size(NAMES.n_kv_heads)?,
-        head_dim: keys.size(NAMES.head_dim)?,
-        dense_intermediate_size: keys.size(NAMES.dense_intermediate_size)?,
-        n_experts: keys.size(NAMES.n_experts)?,
-        n_experts_per_token: keys.size(NAMES.n_experts_per_token)?,
-        expert_intermediate_size: keys.size(NAMES.expert_intermediate_size)?,
-        shared_intermediate_size: keys.size(NAMES.shared_intermediate_size)?,
-        sliding_window: keys.size(NAMES.sliding_window)?,
+        hidden_size: keys.size(NAMES.hidden_size, MAX_SIZE)?,
+        vocab_size: keys.size(NAMES.vocab_size, MAX_TOKENS)?,
+        context_length: keys.size(NAMES.context_length, MAX_TOKENS)?,
+        n_heads: keys.size(NAMES.n_heads, MAX_SIZE)?,
+        n_kv_heads: keys.size(NAMES.n_kv_heads, MAX_SIZE)?,
+        head_dim: keys.size(NAMES.head_dim, MAX_SIZE)?,
+        dense_intermediate_size: keys.size(NAMES.dense_intermediate_size, MAX_SIZE)?,
+        n_experts,
+        n_experts_per_token: keys.size(NAMES.n_experts_per_token, n_experts)?,
+        expert_intermediate_size: keys.size(NAMES.expert_intermediate_size, MAX_SIZE)?,
+        shared_intermediate_size: keys.size(NAMES.shared_intermediate_size, MAX_SIZE)?,
+        sliding_window: keys.size(NAMES.sliding_window, MAX_TOKENS)?,
         rms_norm_eps: keys.float(NAMES.rms_norm_eps)?.ok_or_else(|| keys.missing(NAMES.rms_norm_eps))? as f32,
         rope_theta: rope_theta(&mut keys)? as f32,
         layers: layers(&mut keys, n_layers)?,
@@ -103,13 +101,32 @@ pub(super) fn read(file: &Path, config: &Json) -> Result<FlintConfig> {
     Ok(config)
 }
 
-/// `base`, whose layers follow Flint's rule, with the keys of `dims` in place of its own.
-pub(super) fn read_over(base: &FlintConfig, dims: &str) -> Result<FlintConfig> {
+/// The name of a key in errors about `dims`.
+fn in_dims(key: &str) -> String {
+    format!("dims[{key:?}]")
+}
+
+/// [`FlintConfig::check_nvfp4_dims`].
+pub(super) fn check_nvfp4(config: &FlintConfig) -> Result<()> {
+    config.check_blocks(&NAMES).map_err(|(name, accepted, found)| {
+        // A product of two.
+        let name = name.split(" * ").map(in_dims).collect::<Vec<_>>().join(" * ");
+        Error::value(name, found, accepted)
+    })
+}
+
+/// `base`, whose layers follow Flint's rule, with the keys of `dims` in place of its own; see [`FlintConfig::flint_with`].
+pub(super) fn read_over(base: &FlintConfig, dims: &str, whole_file: bool) -> Result<FlintConfig> {
     let refuse = |name: &str, found: String, accepted: String| Error::value(name, found, accepted);
     let dims: Json = serde_json::from_str(dims).map_err(|why| refuse("dims", why.to_string(), "JSON".into()))?;
     let Json::Object(dims) = dims else {
         return Err(refuse("dims", dims.to_string(), "the keys of a config.json".into()));
     };
+    let unused = |(key, value): &(&String, &Json)| PASSED_OVER.contains(&key.as_str()) && !value.is_null();
+    if let Some((key, value)) = dims.iter().find(unused).filter(|_| !whole_file) {
+        let accepted = "only keys that change a model of random weights, which has no tokenizer and was not trained";
+        return Err(refuse(&in_dims(key), value.to_string(), accepted.into()));
+    }
     let mut keys: Map<String, Json> = [("model_type", "flint".into()), (NAMES.rms_norm_eps, base.rms_norm_eps.into())]
         .into_iter()
         .chain(
@@ -134,7 +151,7 @@ pub(super) fn read_over(base: &FlintConfig, dims: &str) -> Result<FlintConfig> {
         .collect();
     keys.extend(dims);
     read(Path::new("dims"), &Json::Object(keys)).map_err(|error| match error {
-        Error::Format { name, expected, found, .. } => refuse(&format!("dims[{name:?}]"), found, expected),
+        Error::Format { name, expected, found, .. } => refuse(&in_dims(&name), found, expected),
         other => other,
     })
 }
@@ -219,9 +236,11 @@ impl Keys<'_> {
         self.error(key, "a value", "no such key")
     }
 
-    fn size(&mut self, key: &str) -> Result<usize> {
+    /// A size from 1 to `most`.
+    fn size(&mut self, key: &str, most: usize) -> Result<usize> {
         let value = self.left.remove(key).ok_or_else(|| self.missing(key))?;
-        as_index(&value).ok_or_else(|| self.error(key, "an integer from 0", value.to_string()))
+        let size = as_index(&value).filter(|size| (1..=most).contains(size));
+        size.ok_or_else(|| self.error(key, format!("1 to {most}"), value.to_string()))
     }
 
     fn float(&mut self, key: &str) -> Result<Option<f64>> {
@@ -297,17 +316,49 @@ mod tests {
 
     #[test]
     fn dims_replace_keys_of_the_published_model() {
-        assert_eq!(FlintConfig::flint_with("{}").unwrap(), FlintConfig::flint(49, 150_144));
-        let small = FlintConfig::flint_with(r#"{"num_hidden_layers": 5, "vocab_size": 1024}"#).unwrap();
+        assert_eq!(FlintConfig::flint_with("{}", false).unwrap(), FlintConfig::flint(49, 150_144));
+        let small = FlintConfig::flint_with(r#"{"num_hidden_layers": 5, "vocab_size": 1024}"#, false).unwrap();
         assert_eq!(small, FlintConfig::flint(5, 1024));
+        let whole = r#"{"num_hidden_layers": 5, "vocab_size": 1024, "eos_token_id": 7, "dtype": "bfloat16"}"#;
+        assert_eq!(FlintConfig::flint_with(whole, true).unwrap(), small);
         for (dims, error) in [
             ("{", "dims: expected JSON, found "),
             ("[1]", "dims: expected the keys of a config.json, found [1]"),
             (r#"{"hidden_size": 0}"#, r#"dims["hidden_size"]: expected 1 to 1048576, found 0"#),
+            (r#"{"hidden_size": -1}"#, r#"dims["hidden_size"]: expected 1 to 1048576, found -1"#),
+            (r#"{"vocab_size": 36893488147419103232}"#, r#"dims["vocab_size"]: expected 1 to 16777216, found 3.689"#),
+            (r#"{"num_experts_per_tok": 300}"#, r#"dims["num_experts_per_tok"]: expected 1 to 256, found 300"#),
+            (
+                r#"{"eos_token_id": 7}"#,
+                r#"dims["eos_token_id"]: expected only keys that change a model of random weights"#,
+            ),
             (r#"{"width": 5}"#, r#"dims["width"]: expected only keys that this version knows, found 5"#),
         ] {
-            let found = FlintConfig::flint_with(dims).unwrap_err().to_string();
+            let found = FlintConfig::flint_with(dims, false).unwrap_err().to_string();
             assert!(found.starts_with(error), "{found}");
+        }
+    }
+
+    #[test]
+    fn nvfp4_names_the_dimension_whose_rows_are_no_whole_blocks() {
+        for (dims, named) in [
+            (r#"{"hidden_size": 100}"#, Some(("dims[\"hidden_size\"]", 100))),
+            (
+                r#"{"num_attention_heads": 4, "head_dim": 24}"#,
+                Some(("dims[\"num_attention_heads\"] * dims[\"head_dim\"]", 96)),
+            ),
+            (r#"{"intermediate_size": 65}"#, Some(("dims[\"intermediate_size\"]", 65))),
+            (r#"{"moe_intermediate_size": 32}"#, Some(("dims[\"moe_intermediate_size\"]", 32))),
+            (r#"{"shared_expert_intermediate_size": 8}"#, Some(("dims[\"shared_expert_intermediate_size\"]", 8))),
+            // Without a layer that has the matrix, its width is nobody's.
+            (r#"{"num_hidden_layers": 2, "moe_intermediate_size": 32}"#, None),
+            (r#"{"vocab_size": 1001}"#, None),
+        ] {
+            let found = FlintConfig::flint_with(dims, false).unwrap().check_nvfp4_dims().err();
+            let expected = named.map(|(name, width)| {
+                format!("{name}: expected a multiple of 64, the values of an NVFP4 block, found {width}")
+            });
+            assert_eq!(found.map(|error| error.to_string()), expected, "{dims}");
         }
     }
 }

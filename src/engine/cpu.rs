@@ -9,7 +9,7 @@ use crate::{
     cpu::{self, BLOCK_TOKENS, CpuModel, Kv, Positions},
     error::{Error, Result},
     sampling::{Sampler, TokenLogprobs},
-    weights::{self, Recipe, Weights},
+    weights::{self, Weights},
 };
 
 /// Positions whose logits are held at once when a whole text is scored: bounds the memory, `[SCORE_TOKENS, V]` fp32.
@@ -26,13 +26,9 @@ pub(super) fn load(
     let weights = match origin {
         Origin::File(checkpoint) => Weights::bind(checkpoint, config.clone(), progress, cancel)?,
         Origin::Made { seed, dtype } => {
-            let matrices =
-                weights::recipes(config, *seed, *dtype)?.into_iter().filter_map(|(_, recipe)| match recipe {
-                    Recipe::Vector(_) => None,
-                    Recipe::Matrices(all) => Some(all.iter().map(weights::MatrixRecipe::bytes).sum::<usize>() as u64),
-                });
-            check_memory(matrices.sum())?;
-            Weights::synthetic(config.clone(), *seed, *dtype)?
+            let recipes = weights::recipes(config, *seed, *dtype)?;
+            check_memory(recipes.iter().map(|(_, recipe)| recipe.bytes()).sum())?;
+            Weights::make(config.clone(), recipes, progress, cancel)?
         }
     };
     let path = if options.device == DeviceChoice::Reference { cpu::Path::Reference } else { cpu::Path::Fast };

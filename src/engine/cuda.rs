@@ -18,7 +18,7 @@ use crate::{
     error::{Error, Result},
     gpu::{Device, DeviceMemory, GpuModel, RunOptions, SequenceId, Source},
     kernels::{SampleRecord, SampleStart},
-    plan::{self, CHUNK_TOKENS, Card, Limits, Types},
+    plan::{self, CHUNK_TOKENS, Limits, Types},
     sampling::TokenLogprobs,
     weights::Weights,
 };
@@ -218,7 +218,6 @@ fn serve(order: Order, inbox: Receiver<Work<GpuModel>>, news: &Sender<News>, can
 fn load(order: Order, news: &Sender<News>, cancel: &Cancel) -> Result<(GpuModel, Facts)> {
     let Order { origin, config, vocab_tokens, options } = order;
     let device = Device::open()?;
-    let card = Card { processors: device.processors()?, major: device.capability()?.0 };
     let (free, _) = device.memory()?;
     let types = match &origin {
         Origin::File(checkpoint) => Types::of_checkpoint(checkpoint, &config)?,
@@ -229,7 +228,7 @@ fn load(order: Order, news: &Sender<News>, cancel: &Cancel) -> Result<(GpuModel,
         Limits { sequences: options.max_sequences, context_tokens: full, vocab_tokens, chunk_tokens: CHUNK_TOKENS };
     // What was asked for is not cut.
     let least = options.context_tokens.unwrap_or(LEAST_CONTEXT.min(full));
-    let limits = plan::fit(&config, &types, wanted, least, card, free.saturating_sub(RESERVE_BYTES))?;
+    let limits = plan::fit(&config, &types, wanted, least, device.card()?, free.saturating_sub(RESERVE_BYTES))?;
 
     let report = |offset: u64, parts: u64| {
         move |done: u64, total: u64| _ = news.send(News::Progress(offset * total + done, parts * total))

@@ -77,11 +77,10 @@ impl Generation {
         progress: &PromptProgress,
         cancel: &Cancel,
     ) -> Result<Self> {
-        engine.check_tokens("prompt", &prompt)?;
+        engine.check_prompt("prompt", &prompt)?;
         let vocab = engine.vocab_tokens();
         params.validate(vocab)?;
-        // The last token is never fed back, so a sequence may end one token past the last position.
-        let room = engine.context_tokens() + 1 - prompt.len();
+        let room = engine.context_tokens() - prompt.len();
         let transcript = Transcript::new(params, engine.tokenizer.as_ref(), room)?;
         let cancel = cancel.child();
         let (source, seed) = match &engine.backend {

@@ -1,13 +1,15 @@
 //! How a model is loaded.
 
-use std::{fmt, str::FromStr};
+use std::{fmt, str::FromStr, thread::available_parallelism};
 
+use super::{check_prompt, transcript::Transcript};
 use crate::{
     checkpoint::DType,
     config::FlintConfig,
-    cpu::Precision,
+    cpu::{MAX_THREADS, Precision},
     error::{Error, Result},
     plan::MAX_ROWS,
+    sampling::SamplingParams,
 };
 
 /// What computes.
@@ -52,7 +54,7 @@ pub struct LoadOptions {
     pub device: DeviceChoice,
     /// Rounding of activations. A GPU rounds as Flint's own implementation does.
     pub precision: Precision,
-    /// Threads of the CPU; `None` takes one a core.
+    /// Threads of the CPU, at most one a core, which `None` takes: threads without a core of their own keep the others waiting.
     pub threads: Option<usize>,
     /// Sequences that a GPU runs at a time and sets KV memory aside for, 1 to 256; more wait. While at most 8 run, each gives
     /// the bits that it gives alone; while more do, those of one of 9 to 256, which add in another order. The CPU runs each
@@ -87,7 +89,13 @@ impl LoadOptions {
             let why = match self.device {
                 DeviceChoice::Reference => "None with device reference, which has one thread",
                 DeviceChoice::Cuda => "None with device cuda",
-                DeviceChoice::Auto | DeviceChoice::Cpu => return Ok(()),
+                DeviceChoice::Auto | DeviceChoice::Cpu => {
+                    let cores = available_parallelism().map_or(MAX_THREADS, usize::from);
+                    if (1..=cores).contains(&threads) {
+                        return Ok(());
+                    }
+                    &format!("None or 1 to {cores}, the cores that this process may use")
+                }
             };
             return Err(Error::value("threads", threads.to_string(), why));
         }
@@ -104,4 +112,16 @@ pub struct Synthetic {
     pub seed: u64,
     /// Of the projections: F32, BF16 or NVFP4.
     pub dtype: DType,
+}
+
+impl Synthetic {
+    /// What [`super::Engine::generate`] would refuse of a request, before the weights are made.
+    pub fn check_request(&self, options: LoadOptions, prompt: &[u32], params: &SamplingParams) -> Result<()> {
+        options.check(&self.config)?;
+        let context = options.context_tokens.unwrap_or(self.config.context_length);
+        check_prompt("prompt", prompt, context, self.config.vocab_size)?;
+        params.validate(self.config.vocab_size)?;
+        // Which refuses what needs a tokenizer.
+        Transcript::new(params, None, context - prompt.len()).map(drop)
+    }
 }

@@ -67,7 +67,6 @@ pub static IMAGES: &[Image] = &[
     image!("general_moe", [kernels::GENERAL_ROUTER, kernels::GENERAL_SWIGLU, kernels::GENERAL_EXPERTS_DOWN], []),
     image!("general_norm", [kernels::GENERAL_NORM], []),
     image!("general_project", [kernels::GENERAL_EMBED, kernels::GENERAL_PROJECT], []),
-    image!("nvfp4_expand", [kernels::NVFP4_EXPAND_BF16, kernels::NVFP4_EXPAND_F32], []),
     image!("prefill_attention", [kernels::PREFILL_ATTENTION], []),
     image!("prefill_attention_hopper", [kernels::PREFILL_ATTENTION_HOPPER], []),
     image!("prefill_embed", [kernels::PREFILL_EMBED], []),

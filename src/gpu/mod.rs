@@ -1,6 +1,7 @@
 //! The CUDA backend: the only place that names cudarc. No toolkit and no driver is needed to build it or to start a
 //! process that has it.
 
+mod decode;
 mod driver;
 mod images;
 mod load;

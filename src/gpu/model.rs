@@ -4,7 +4,8 @@ use std::{collections::BTreeMap, mem};
 
 use super::{
     IMAGES, Source,
-    driver::{Buffer, Call, Device, Event, Kernels, Pinned},
+    decode::Decoding,
+    driver::{Buffer, Call, Device, Kernels, Pinned},
     load::Loader,
     prefill::Chunks,
     recordings::Recordings,
@@ -15,9 +16,9 @@ use crate::{
     config::{Attention, FlintConfig},
     cpu::Rope,
     error::{Error, Result},
-    kernels::{Args, SAMPLE_RECORD_WORDS, SampleRecord, SampleStart},
+    kernels::{Args, SAMPLE_RECORD_WORDS},
     kv::{KvBlocks, SequenceBlocks},
-    plan::{Bases, Card, Ending, Limits, Plan, Step, TOKEN_RING},
+    plan::{Bases, Ending, Limits, Plan, Step, TOKEN_RING},
 };
 
 /// Host-fed steps that may be queued before the host waits for them.
@@ -26,7 +27,7 @@ const INPUT_RING: usize = 256;
 /// How steps are launched. The results are the same bits whatever is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RunOptions {
-    /// Kernels may start before the ones ahead of them end.
+    /// Kernels may start before the ones ahead of them end, from compute capability 9.0 on.
     pub pdl: bool,
     /// A step is one graph.
     pub graphs: bool,
@@ -54,7 +55,7 @@ pub struct GpuModel {
     kv_full: Buffer,
     kv_window: Buffer,
     /// The sampler's, `[TOKEN_RING, sequences, 48]`.
-    records: Pinned<u32>,
+    pub(super) records: Pinned<u32>,
     /// `[INPUT_RING, 2, sequences]`: tokens, positions.
     inputs: Pinned<u32>,
     /// The next free line of `inputs`.
@@ -64,18 +65,8 @@ pub struct GpuModel {
     pub(super) blocks: KvBlocks,
     pub(super) sequences: BTreeMap<SequenceId, SequenceBlocks>,
     next_id: u64,
-    decoding: Decoding,
+    pub(super) decoding: Decoding,
     pub(super) device: Device,
-}
-
-/// Steps of the decode loop that are on their way.
-struct Decoding {
-    rows: Vec<SequenceId>,
-    /// One for each line of the ring of records; step n has number n modulo that.
-    events: [Event; TOKEN_RING],
-    /// Steps that were queued since the loop began, and those of them that were read.
-    queued: u32,
-    read: u32,
 }
 
 impl GpuModel {
@@ -91,8 +82,7 @@ impl GpuModel {
         cancel: &Cancel,
     ) -> Result<Self> {
         let device = Device::open()?;
-        let card = Card { processors: device.processors()?, major: device.capability()?.0 };
-        let mut plan = Plan::new(source.config(), &source.types()?, limits, card)?;
+        let mut plan = Plan::new(source.config(), &source.types()?, limits, device.card()?)?;
         let (memory, pools) = (plan.memory(), plan.pools());
         device.check_room("weights, KV cache and workspace", memory.total_bytes())?;
         let weights = device.alloc("the weights", memory.weights_bytes)?;
@@ -191,82 +181,6 @@ impl GpuModel {
         self.read_logits(rows.len())
     }
 
-    /// Queues one token for each of some sequences, whose logits nobody needs. Ends the decode loop.
-    ///
-    /// Errors: as [`Self::forward`].
-    pub fn feed(&mut self, rows: &[(SequenceId, u32)]) -> Result<()> {
-        self.check_tokens(rows)?;
-        self.decoding.restart(Vec::new());
-        self.queue_tokens(rows, Ending::Nothing)
-    }
-
-    /// Starts the decode loop: queues a step over `rows`, which chooses the next token of each as its [`SampleStart`] says.
-    /// That is one made for no records. Steps that were queued before and not read are forgotten.
-    ///
-    /// Errors: as [`Self::forward`].
-    pub fn begin_decode(&mut self, rows: &[(SequenceId, u32, &SampleStart)]) -> Result<()> {
-        let tokens: Vec<_> = rows.iter().map(|&(id, token, _)| (id, token)).collect();
-        let ids: Vec<_> = rows.iter().map(|&(id, ..)| id).collect();
-        self.check_tokens(&tokens)?;
-        // All at once: each copy is waited for.
-        let parameters: Vec<u8> = rows.iter().flat_map(|(.., start)| start.row.bytes()).collect();
-        self.buffers.write(self.plan.buffers().sample_rows as usize, &parameters)?;
-        for (row, (.., start)) in rows.iter().enumerate() {
-            self.write_sampler(row, start)?;
-        }
-        self.decoding.restart(ids);
-        self.queue_tokens(&tokens, Ending::Token)?;
-        self.decoding.queue()
-    }
-
-    /// Queues the next step of the decode loop, over the tokens that the device chose: the host need not know them.
-    ///
-    /// Errors: [`Error::Value`] when a sequence is at its limit, or when as many steps are unread as the ring has lines.
-    pub fn continue_decode(&mut self) -> Result<()> {
-        if self.unread_steps() == TOKEN_RING {
-            let found = format!("{TOKEN_RING} unread steps");
-            return Err(Error::value("continue_decode", found, format!("at most {}", TOKEN_RING - 1)));
-        }
-        let rows = self.decoding.rows.clone();
-        self.check_rows(&rows)?;
-        self.make_room(&rows)?;
-        self.run(rows.len(), Ending::Token)?;
-        self.decoding.queue()
-    }
-
-    /// Waits for the oldest unread step of the decode loop: what it chose for each row. `None` when all were read. A row
-    /// whose record is an error did not move on: it must leave the loop.
-    pub fn read_step(&mut self) -> Result<Option<Vec<SampleRecord>>> {
-        const WHAT: &str = "a decode step";
-        if self.unread_steps() == 0 {
-            return Ok(None);
-        }
-        let line = self.decoding.read as usize % TOKEN_RING;
-        self.decoding.events[line].wait(WHAT)?;
-        self.decoding.read += 1;
-        let sequences = self.plan.limits().sequences;
-        let record = |row: usize| {
-            let first = (line * sequences + row) * SAMPLE_RECORD_WORDS;
-            let record = SampleRecord::new(&std::array::from_fn(|word| self.records.get(first + word)));
-            if record.sequence == self.decoding.read {
-                return Ok(record);
-            }
-            let why = format!("row {row} has record {}, {} was due", record.sequence, self.decoding.read);
-            Err(Error::Device { what: WHAT.into(), why })
-        };
-        (0..self.decoding.rows.len()).map(record).collect::<Result<_>>().map(Some)
-    }
-
-    /// Steps of the decode loop that were queued and not read.
-    pub fn unread_steps(&self) -> usize {
-        (self.decoding.queued - self.decoding.read) as usize
-    }
-
-    /// Whether every row of the decode loop has room for one more step.
-    pub fn can_continue(&self) -> bool {
-        self.check_rows(&self.decoding.rows).is_ok()
-    }
-
     /// Makes room for `n` positions of a sequence without computing them: keys and values are what the memory holds. For
     /// benches.
     pub fn skip(&mut self, id: SequenceId, n: usize) -> Result<()> {
@@ -297,16 +211,6 @@ impl GpuModel {
         Ok(logits.as_chunks().0.iter().map(|&value| f32::from_le_bytes(value)).collect())
     }
 
-    /// The sequences of the decode loop.
-    pub(super) fn decode_rows(&self) -> &[SequenceId] {
-        &self.decoding.rows
-    }
-
-    /// A new decode loop over `rows`, of which no step was queued.
-    pub(super) fn restart_decode(&mut self, rows: Vec<SequenceId>) {
-        self.decoding.restart(rows);
-    }
-
     pub(super) fn bases(&self) -> Bases {
         Bases {
             weights: self.weights.address(),
@@ -315,30 +219,6 @@ impl GpuModel {
             kv_window: self.kv_window.address(),
             records: self.records.address(),
         }
-    }
-
-    /// What a request has beside its parameters.
-    fn write_sampler(&self, row: usize, start: &SampleStart) -> Result<()> {
-        let (b, vocab) = (self.plan.buffers(), self.plan.limits().vocab_tokens);
-        let write = |base: u64, values: &[u8], len: usize| {
-            if values.len() != len {
-                let what = "writing the sampler's memory".into();
-                return Err(Error::Device { what, why: format!("{} bytes for {len}", values.len()) });
-            }
-            self.buffers.write(base as usize + row * len, values)
-        };
-        let bytes = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
-        if let Some(masks) = &start.masks {
-            write(b.sample_masks, &bytes(masks), 2 * vocab.div_ceil(32) * 4)?;
-        }
-        if let Some(bias) = &start.bias {
-            let bits: Vec<u32> = bias.iter().map(|value| value.to_bits()).collect();
-            write(b.sample_bias, &bytes(&bits), vocab * 4)?;
-        }
-        if let Some(seen) = &start.seen {
-            write(b.sample_seen, &bytes(seen), vocab * 4)?;
-        }
-        Ok(())
     }
 
     pub(super) fn queue_tokens(&mut self, rows: &[(SequenceId, u32)], ending: Ending) -> Result<()> {
@@ -373,7 +253,7 @@ impl GpuModel {
     }
 
     /// Refuses rows that a step cannot have: none, too many, a sequence twice, unknown, or at its limit.
-    fn check_rows(&self, rows: &[SequenceId]) -> Result<()> {
+    pub(super) fn check_rows(&self, rows: &[SequenceId]) -> Result<()> {
         let limits = self.plan.limits();
         if !(1..=limits.sequences).contains(&rows.len()) {
             return Err(Error::value("rows", rows.len().to_string(), format!("1 to {}", limits.sequences)));
@@ -395,7 +275,7 @@ impl GpuModel {
     }
 
     /// Gives every row's sequence its next position, and the device the blocks for it.
-    fn make_room(&mut self, rows: &[SequenceId]) -> Result<()> {
+    pub(super) fn make_room(&mut self, rows: &[SequenceId]) -> Result<()> {
         for (row, id) in rows.iter().enumerate() {
             let sequence = self.sequences.get_mut(id).expect("rows were checked");
             let new = self.blocks.append(sequence, 1)?;
@@ -404,7 +284,7 @@ impl GpuModel {
         Ok(())
     }
 
-    fn run(&mut self, rows: usize, ending: Ending) -> Result<()> {
+    pub(super) fn run(&mut self, rows: usize, ending: Ending) -> Result<()> {
         let mut recordings = mem::take(&mut self.recordings);
         let result = self.run_recorded(&mut recordings, rows, ending);
         self.recordings = recordings;
@@ -470,23 +350,5 @@ impl Drop for GpuModel {
     fn drop(&mut self) {
         // So that nothing runs over memory that is about to be freed; an error is one of an earlier step.
         let _ = self.device.synchronize("the last step");
-    }
-}
-
-impl Decoding {
-    fn new(device: &Device) -> Result<Self> {
-        let events = [device.event(false)?, device.event(false)?, device.event(false)?, device.event(false)?];
-        Ok(Self { rows: Vec::new(), events, queued: 0, read: 0 })
-    }
-
-    fn restart(&mut self, rows: Vec<SequenceId>) {
-        (self.rows, self.queued, self.read) = (rows, 0, 0);
-    }
-
-    /// Notes the step that was launched last.
-    fn queue(&mut self) -> Result<()> {
-        self.events[self.queued as usize % TOKEN_RING].record()?;
-        self.queued += 1;
-        Ok(())
     }
 }

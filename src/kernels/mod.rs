@@ -3,7 +3,6 @@
 
 mod attention;
 pub mod decode;
-mod expand;
 mod general;
 mod load;
 pub mod prefill;
@@ -14,7 +13,6 @@ mod sample;
 use std::ffi::CStr;
 
 pub use attention::*;
-pub use expand::*;
 pub use general::*;
 pub use load::*;
 pub use prefill_attention::*;

@@ -1,6 +1,6 @@
 //! The fast path: when a model can take it, where its weights lie, and its launches.
 
-use super::{Bases, Buffers, Card, Ending, LayerCache, Operation, Plan, Space, Step, Types, distinct_experts, prefill};
+use super::{Bases, Buffers, Ending, LayerCache, Operation, Plan, Space, Step, Types, distinct_experts, prefill};
 use crate::{
     checkpoint::DType,
     config::{FlintConfig, LayerKind, Mlp},
@@ -139,10 +139,7 @@ impl FastWeights {
 }
 
 /// The format of the tiles, or the first fact that keeps the model off this path.
-pub(super) fn format(config: &FlintConfig, types: &Types, card: Card) -> Result<TileFormat, String> {
-    if card.major < 9 {
-        return Err(format!("the card has compute capability {}.x, the tiled kernels need 9.0 or newer", card.major));
-    }
+pub(super) fn format(config: &FlintConfig, types: &Types) -> Result<TileFormat, String> {
     let moe = config.layers.iter().any(|layer| layer.mlp == Mlp::Moe);
     let dense = config.layers.iter().any(|layer| layer.mlp == Mlp::Dense);
     let group = DECODE_ATTENTION_GROUP as usize;
@@ -268,7 +265,7 @@ impl<'a> Builder<'a> {
         NormArgs { rows: self.rows() as u32, ..NormArgs::default() }
     }
 
-    /// A `decode_linear` kernel over `strips` strips, whose rows of `out` have `out_width` values of `out_bytes`.
+    /// A `decode_linear` kernel over `strips` strips, whose rows of `out` have `out_width` values of `out_bytes`, for all rows.
     #[allow(clippy::too_many_arguments, reason = "the kernel's own argument, taken apart once")]
     fn linear(
         &self,
@@ -279,11 +276,12 @@ impl<'a> Builder<'a> {
         (matrix, strips): (Packed, usize),
         (out, out_width, out_bytes): (u64, usize, usize),
     ) -> Step {
+        let (rows, w) = (norm.rows as usize, self.weights);
         let args = DecodeLinearArgs {
             norm,
             x,
-            weights: self.weights + matrix.tiles,
-            scales: self.weights + matrix.scales,
+            weights: w + matrix.tiles,
+            scales: w + matrix.scales,
             out,
             strips: strips as u32,
             out_stride: out_width as u32,
@@ -291,9 +289,32 @@ impl<'a> Builder<'a> {
         Step {
             operation,
             layer,
-            kernel: family.kernel(self.format, self.rows()),
-            launch: shape.launch(self.format, self.rows(), strips, (self.rows() * out_width * out_bytes) as u64),
+            kernel: family.kernel(self.format, rows),
+            launch: shape.launch(self.format, rows, strips, (rows * out_width * out_bytes) as u64),
             args: Args::DecodeLinear(args),
+        }
+    }
+
+    /// A dense layer's down projection. Its 8 rows of 6,144 inputs are more than a block of some cards has shared memory for;
+    /// 4 at a time give the same bits.
+    fn dense_down(&self, index: usize, down: Packed, steps: &mut Vec<Step>) {
+        let (b, d, card) = (&self.buffers, self.plan.config.hidden_size, self.plan.card);
+        let (shape, strips) = (LinearShape::dense_down(card.processors), d / TILE_ROWS);
+        let fits = |rows| {
+            let launch = shape.launch(self.format, rows, strips, 0);
+            launch.shared_bytes as usize <= card.block_shared_bytes
+        };
+        let each = if fits(self.rows()) { self.rows() } else { MAX_ROWS / 2 };
+        for first in (0..self.rows()).step_by(each) {
+            let norm = NormArgs { rows: each.min(self.rows() - first) as u32, ..NormArgs::default() };
+            steps.push(self.linear(
+                Operation::DenseDown,
+                index,
+                (&decode::DECODE_DENSE_DOWN, shape),
+                (norm, b.act + (2 * first * DENSE_WIDTH) as u64),
+                (down, strips),
+                (b.delta + (2 * first * d) as u64, d, 2),
+            ));
         }
     }
 
@@ -356,7 +377,7 @@ impl<'a> Builder<'a> {
     }
 
     fn mlp(&self, index: usize, layer: &FastLayer, steps: &mut Vec<Step>) {
-        let (b, d) = (&self.buffers, self.plan.config.hidden_size);
+        let b = &self.buffers;
         let norm = self.norm(layer.mlp_norm, true);
         match layer.mlp {
             FastMlp::Dense { up, down } => {
@@ -368,14 +389,7 @@ impl<'a> Builder<'a> {
                     (up, 2 * DENSE_WIDTH / TILE_ROWS),
                     (b.act, DENSE_WIDTH, 2),
                 ));
-                steps.push(self.linear(
-                    Operation::DenseDown,
-                    index,
-                    (&decode::DECODE_DENSE_DOWN, LinearShape::dense_down(self.plan.card.processors)),
-                    (self.no_norm(), b.act),
-                    (down, d / TILE_ROWS),
-                    (b.delta, d, 2),
-                ));
+                self.dense_down(index, down, steps);
             }
             FastMlp::Moe { router, shared_up, up, down, shared_down, shared_down_scale, .. } => {
                 let (rows, format, w) = (self.rows(), self.format, self.weights);

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Bases, Ending, Operation, Part, Path, Plan, Step};
+use super::{Bases, CHUNK_TOKENS, Card, Ending, Operation, Part, Path, Plan, Step, chunk};
 
 /// What an H200 was measured to read, in bytes a second.
 pub const H200_BYTES_PER_SECOND: f64 = 4.55e12;
@@ -15,6 +15,17 @@ impl fmt::Display for Path {
             Self::Fast(format) => write!(f, "fast, {} tiles", format!("{format:?}").to_uppercase()),
             Self::General { because } => write!(f, "general, because {because}"),
         }
+    }
+}
+
+impl fmt::Display for Card {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ways = match self.major {
+            ..9 => "mma.sync, no clusters, no dependent launches",
+            9 => "wgmma, clusters, dependent launches",
+            _ => "mma.sync, clusters, dependent launches",
+        };
+        write!(f, "{} multiprocessors of compute capability {}.x: {ways}", self.processors, self.major)
     }
 }
 
@@ -44,6 +55,7 @@ impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let gb = |bytes: usize| format!("{:.2} GB", bytes as f64 / 1e9);
         let (memory, limits, pools) = (self.memory(), self.limits, self.pools);
+        writeln!(f, "card       {}", self.card)?;
         writeln!(f, "path       {}", self.path)?;
         writeln!(
             f,
@@ -65,6 +77,13 @@ impl fmt::Display for Plan {
             pools.window.block_bytes(),
             pools.window.n_layers,
         )?;
+        write!(f, "chunk      {} tokens of prompts at a time", self.chunk.tokens)?;
+        match chunk::choices(self.card, CHUNK_TOKENS)[0] {
+            suits if self.chunk.tokens < suits && matches!(self.path, Path::Fast(_)) => {
+                writeln!(f, ", where {suits} would suit {} multiprocessors", self.card.processors)?;
+            }
+            _ => writeln!(f)?,
+        }
         let last = (limits.context_tokens - 1) as u32;
         let mut cases = vec![(1, last.min(1023)), (1, last), (limits.sequences, last)];
         cases.dedup();

@@ -12,7 +12,8 @@ use pyo3::prelude::*;
 use serde::Serialize;
 
 use super::{
-    params::{argument, callback},
+    model::CONTEXT_TOKENS,
+    params::{argument, callback, optional},
     wait,
 };
 use crate::{
@@ -37,19 +38,19 @@ pub fn describe(py: Python<'_>, path: &Bound<'_, PyAny>) -> PyResult<String> {
 /// What the GPU would do with a checkpoint, for a person.
 #[pyfunction]
 #[pyo3(
-    signature = (path, sequences=None, context=None),
-    text_signature = "(path, sequences=1, context=None)",
+    signature = (path, sequences=None, context_tokens=None),
+    text_signature = "(path, sequences=1, context_tokens=None)",
 )]
 pub fn plan(
     py: Python<'_>,
     path: &Bound<'_, PyAny>,
     sequences: Option<&Bound<'_, PyAny>>,
-    context: Option<&Bound<'_, PyAny>>,
+    context_tokens: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
     let path: PathBuf = argument("path", path, "a path")?;
-    let sequences = sequences.map_or(Ok(1), |value| argument("sequences", value, "1 to 256"))?;
-    let context = context.map(|value| argument("context", value, "a number of tokens")).transpose()?;
-    let work = move || Ok(crate::plan::of_file(&path, sequences, context)?.to_string());
+    let sequences = sequences.map_or(Ok(1), |value| argument("sequences", value, "an integer from 1 to 256"))?;
+    let context_tokens = optional("context_tokens", context_tokens, CONTEXT_TOKENS)?;
+    let work = move || Ok(crate::plan::of_file(&path, sequences, context_tokens)?.to_string());
     wait::run(py, &Cancel::default(), || Ok(()), work)
 }
 

@@ -19,7 +19,7 @@ mod _core {
     use super::{
         device_array::DeviceArray,
         files::{convert, describe, inspect, plan},
-        model::Model,
+        model::{Model, check_synthetic_request},
         params::SamplingParams,
         results::{Event, Logprob, Result, Timings, TokenLogprobs, Usage},
         stream::Stream,

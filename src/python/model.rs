@@ -18,7 +18,7 @@ use pyo3::{
 use super::{
     device_array::DeviceArray,
     files::{self, to_python},
-    params::{SamplingParams, argument, callback},
+    params::{SamplingParams, argument, callback, optional},
     stream::{Progress, Request, Stream},
     wait,
 };
@@ -64,7 +64,7 @@ impl Model {
         self.run_showing(py, || Ok(()), work)
     }
 
-    /// The same, with `poll` called on this thread a few times a second.
+    /// The same, with `poll` called on this thread about 20 times a second.
     fn run_showing<T: Send + 'static>(
         &self,
         py: Python<'_>,
@@ -85,7 +85,7 @@ impl Model {
 
 #[pymethods]
 impl Model {
-    /// `source` is a path, or (seed, dimensions as JSON, format) of a synthetic model.
+    /// `source` is a path, or (seed, dimensions as JSON, format, whether those are a whole config.json) of a synthetic model.
     #[new]
     #[pyo3(signature = (source, device, dtype, threads, max_sequences, context_tokens, progress))]
     #[allow(clippy::too_many_arguments, reason = "as Python calls it")]
@@ -100,13 +100,12 @@ impl Model {
         progress: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let source = Source::new(source)?;
-        let positive = "None or an integer of at least 1";
         let options = LoadOptions {
             device: argument::<String>("device", device, "a string")?.parse()?,
             precision: precision(&argument::<String>("dtype", dtype, "a string")?)?,
-            threads: threads.map(|threads| argument("threads", threads, positive)).transpose()?,
-            max_sequences: argument("max_sequences", max_sequences, "an integer of at least 1")?,
-            context_tokens: context_tokens.map(|n| argument("context_tokens", n, positive)).transpose()?,
+            threads: optional("threads", threads, "None or an integer from 1 to the number of cores")?,
+            max_sequences: argument("max_sequences", max_sequences, "an integer from 1 to 256")?,
+            context_tokens: optional("context_tokens", context_tokens, CONTEXT_TOKENS)?,
         };
         let (cancel, state) = (Cancel::default(), files::Progress::default());
         let (inner_cancel, inner_state) = (cancel.clone(), state.clone());
@@ -322,6 +321,26 @@ impl Model {
     }
 }
 
+/// What errors say of `context_tokens` before a model is known.
+pub const CONTEXT_TOKENS: &str = "None or an integer from 1 to the model's context length";
+
+/// What is wrong with a request to a synthetic model on the CPU or a GPU, before it is made: for the command line.
+#[pyfunction]
+pub fn check_synthetic_request(
+    source: &Bound<'_, PyAny>,
+    context_tokens: Option<&Bound<'_, PyAny>>,
+    prompt: &Bound<'_, PyAny>,
+    params: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let Source::Synthetic(model) = Source::new(source)? else {
+        return Err(Error::value("source", "a path", "a synthetic model").into());
+    };
+    let context_tokens = optional("context_tokens", context_tokens, CONTEXT_TOKENS)?;
+    let options = LoadOptions { context_tokens, ..LoadOptions::default() };
+    let params = SamplingParams::of_request(Some(params), None)?;
+    Ok(model.check_request(options, &token_ids_argument("prompt", prompt)?, &params)?)
+}
+
 fn precision(dtype: &str) -> Result<Precision> {
     match dtype {
         "bfloat16" => Ok(Precision::Bfloat16),
@@ -340,12 +359,16 @@ impl Source {
     fn new(source: &Bound<'_, PyAny>) -> PyResult<Self> {
         let Ok(parts) = source.cast::<PyTuple>() else { return Ok(Self::File(argument("path", source, "a path")?)) };
         let seed = argument("seed", &parts.get_item(0)?, "an integer from 0 to 2**64 - 1")?;
-        let config = FlintConfig::flint_with(&argument::<String>("dims", &parts.get_item(1)?, "JSON")?)?;
+        let whole_file = argument("whole_file", &parts.get_item(3)?, "True or False")?;
+        let config = FlintConfig::flint_with(&argument::<String>("dims", &parts.get_item(1)?, "JSON")?, whole_file)?;
         let dtype = match argument::<String>("format", &parts.get_item(2)?, "a string")?.as_str() {
             "nvfp4" => DType::Nvfp4,
             "bf16" => DType::Bf16,
             other => return Err(Error::value("format", format!("{other:?}"), "nvfp4 or bf16").into()),
         };
+        if dtype == DType::Nvfp4 {
+            config.check_nvfp4_dims()?;
+        }
         Ok(Self::Synthetic(Synthetic { config, seed, dtype }))
     }
 }
@@ -364,7 +387,7 @@ enum Content {
 impl Prompt {
     fn new(name: String, value: &Bound<'_, PyAny>) -> PyResult<Self> {
         let content = match value.cast::<PyString>() {
-            Ok(text) => Content::Text(text.to_str()?.to_owned()),
+            Ok(_) => Content::Text(argument(&name, value, "a string")?),
             Err(_) => Content::Tokens(token_ids_argument(&name, value)?),
         };
         Ok(Self { name, content })
@@ -376,7 +399,7 @@ impl Prompt {
             Content::Text(text) => engine.tokenizer()?.encode(&text, ControlTokens::AsText)?,
             Content::Tokens(tokens) => tokens,
         };
-        engine.check_tokens(&self.name, &tokens)?;
+        engine.check_prompt(&self.name, &tokens)?;
         Ok(tokens)
     }
 }
@@ -398,6 +421,9 @@ fn prompts(value: &Bound<'_, PyAny>) -> PyResult<(Vec<Prompt>, bool)> {
     }
 }
 
+/// What an entry of a list of token ids may be before a model's vocabulary is known.
+const TOKEN_ID: &str = "a token id from 0 to 2**32 - 1";
+
 /// A sequence of token ids; the error names the entry that is none.
 fn token_ids_argument(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     let accepted = "a list of token ids";
@@ -406,7 +432,7 @@ fn token_ids_argument(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>
         return Err(PyTypeError::new_err(format!("{name}: expected {accepted}, found bytes")));
     }
     let items: Vec<Bound<'_, PyAny>> = argument(name, value, accepted)?;
-    items.iter().enumerate().map(|(i, item)| argument(&format!("{name}[{i}]"), item, "a token id")).collect()
+    items.iter().enumerate().map(|(i, item)| argument(&format!("{name}[{i}]"), item, TOKEN_ID)).collect()
 }
 
 /// The first array imports NumPy, and panics when that fails or is interrupted: here it is an exception, and nothing is left

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use pyo3::{
     IntoPyObjectExt,
-    exceptions::{PyTypeError, PyValueError},
+    exceptions::{PyTypeError, PyUnicodeEncodeError, PyValueError},
     prelude::*,
     types::{PyDict, PyString},
 };
@@ -49,6 +49,9 @@ where
     value.extract::<T>().map_err(|error| {
         let error: PyErr = error.into();
         let found = shown(value);
+        if error.is_instance_of::<PyUnicodeEncodeError>(py) {
+            return surrogate(name, &error, value).into();
+        }
         // A number of the right type that does not fit is an OverflowError.
         if error.is_instance_of::<PyTypeError>(py) || error.is_instance_of::<PyValueError>(py) {
             PyTypeError::new_err(format!("{name}: expected {accepted}, found {found}"))
@@ -56,6 +59,28 @@ where
             Error::value(name, found, accepted).into()
         }
     })
+}
+
+/// The same for an argument that may be left out.
+pub fn optional<'py, T>(name: &str, value: Option<&Bound<'py, PyAny>>, accepted: &str) -> PyResult<Option<T>>
+where
+    T: for<'a> FromPyObject<'a, 'py>,
+{
+    value.map(|value| argument(name, value, accepted)).transpose()
+}
+
+/// Half of a UTF-16 pair, which Python's strings may hold and no text does: what reading bytes with `surrogateescape` leaves,
+/// as Python does with arguments of the command line.
+fn surrogate(name: &str, error: &PyErr, value: &Bound<'_, PyAny>) -> Error {
+    let at = error.value(value.py()).getattr("start").and_then(|start| start.extract::<usize>());
+    let found = match at {
+        Ok(at) if value.is_instance_of::<PyString>() => match value.get_item(at) {
+            Ok(half) => format!("the lone surrogate {} at position {at}", shown(&half)),
+            Err(_) => shown(value),
+        },
+        _ => shown(value),
+    };
+    Error::value(name, found, "text that UTF-8 can write")
 }
 
 /// Python's value of a field.
@@ -137,24 +162,24 @@ sampling_params! {
       min_tokens=0, stop=(), stop_token_ids=(), include_stop_str_in_output=False, ignore_eos=False, logprobs=None, \
       prompt_logprobs=None)",
     temperature: "a number",
-    top_k: "an integer",
+    top_k: "an integer from -1 to 2**63 - 1",
     top_p: "a number",
     min_p: "a number",
     repetition_penalty: "a number",
     frequency_penalty: "a number",
     presence_penalty: "a number",
-    logit_bias: "a dict of token ids and numbers",
-    allowed_token_ids: "None or a list of token ids",
-    banned_token_ids: "a list of token ids",
+    logit_bias: "a dict of token ids from 0 to 2**32 - 1 and numbers",
+    allowed_token_ids: "None or a list of token ids from 0 to 2**32 - 1",
+    banned_token_ids: "a list of token ids from 0 to 2**32 - 1",
     seed: "None or an integer from 0 to 2**64 - 1",
-    max_tokens: "None or an integer of at least 1",
-    min_tokens: "an integer of at least 0",
+    max_tokens: "None or an integer from 1 to 2**64 - 1",
+    min_tokens: "an integer from 0 to 2**64 - 1",
     stop: "a list of strings",
-    stop_token_ids: "a list of token ids",
+    stop_token_ids: "a list of token ids from 0 to 2**32 - 1",
     include_stop_str_in_output: "True or False",
     ignore_eos: "True or False",
-    logprobs: "None or an integer of at least 0",
-    prompt_logprobs: "None or an integer of at least 0",
+    logprobs: "None or an integer from 0 to 20",
+    prompt_logprobs: "None or an integer from 0 to 20",
 }
 
 impl SamplingParams {

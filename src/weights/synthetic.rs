@@ -4,6 +4,7 @@ use rayon::prelude::*;
 
 use super::{Matrix, MatrixData, Parts, Shape, Spec, Weights, list};
 use crate::{
+    cancel::Cancel,
     checkpoint::{Bytes, DType},
     config::FlintConfig,
     error::{Error, Result},
@@ -25,6 +26,16 @@ pub(crate) enum Recipe {
     Matrices(Vec<MatrixRecipe>),
 }
 
+impl Recipe {
+    /// Bytes of its matrices; vectors are next to nothing.
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Self::Vector(_) => 0,
+            Self::Matrices(all) => all.iter().map(MatrixRecipe::bytes).sum::<usize>() as u64,
+        }
+    }
+}
+
 /// A matrix of random values with mean 0 and standard deviation `spread`. Element i (a value, or an NVFP4 block) takes
 /// the numbers `n * (i % chunk_len)` and following of the splitmix64 sequence that starts at `seed ^ (i / chunk_len)`, n
 /// being 5 for a block and else 1; so anyone can make any element, and `cuda/synthetic.cu` makes the same.
@@ -40,6 +51,11 @@ pub(crate) struct MatrixRecipe {
 
 /// The recipes of a whole model, see [`Weights::synthetic`].
 pub(crate) fn recipes(config: &FlintConfig, seed: u64, dtype: DType) -> Result<Vec<(Spec, Recipe)>> {
+    match dtype {
+        DType::F32 | DType::Bf16 => {}
+        DType::Nvfp4 => config.check_nvfp4()?,
+        other => return Err(Error::value("dtype", other.to_string(), "F32, BF16 or NVFP4")),
+    }
     let recipe = |(index, spec): (usize, Spec)| {
         let seed = Random(seed ^ (index as u64) << 32).next();
         let embedding = spec.gguf == "token_embd.weight";
@@ -48,7 +64,7 @@ pub(crate) fn recipes(config: &FlintConfig, seed: u64, dtype: DType) -> Result<V
                 let mut random = Random(seed);
                 let mean = if spec.gguf.ends_with("attn_sinks.weight") { 0.0 } else { 1.0 };
                 let values = (0..len).map(|_| mean + 0.1 * random.unit()).collect();
-                return Ok((spec, Recipe::Vector(values)));
+                return (spec, Recipe::Vector(values));
             }
             Shape::Matrix(rows, cols) | Shape::Router(rows, cols) => (1, rows, cols),
             Shape::Experts(n, rows, cols) => (n, rows, cols),
@@ -58,17 +74,13 @@ pub(crate) fn recipes(config: &FlintConfig, seed: u64, dtype: DType) -> Result<V
             _ if embedding && dtype == DType::Nvfp4 => DType::Bf16,
             _ => dtype,
         };
-        if !matches!(dtype, DType::F32 | DType::Bf16 | DType::Nvfp4) || !cols.is_multiple_of(dtype.block_len()) {
-            let accepted = format!("F32, BF16, or NVFP4 with {} in rows of whole blocks of 64", spec.gguf);
-            return Err(Error::value("dtype", format!("{dtype} with rows of {cols}"), accepted));
-        }
         // An embedding is a row by itself, not a sum over one.
         let spread = if embedding { 1.0 } else { (cols as f32).sqrt().recip() };
         let seed_of = |expert: usize| seed.wrapping_add((expert as u64) << 40);
         let matrices = (0..n).map(|e| MatrixRecipe { seed: seed_of(e), dtype, rows, cols, spread }).collect();
-        Ok((spec, Recipe::Matrices(matrices)))
+        (spec, Recipe::Matrices(matrices))
     };
-    list::list(config).into_iter().enumerate().map(recipe).collect()
+    Ok(list::list(config).into_iter().enumerate().map(recipe).collect())
 }
 
 impl Weights {
@@ -76,11 +88,26 @@ impl Weights {
     /// near 1 and sinks near 0, so activations stay in the range of a trained model. `dtype` is that of the projections, F32,
     /// BF16 or NVFP4; beside NVFP4 the embedding is BF16 and routers are F32, as in the published file.
     ///
-    /// Errors: [`Error::Value`] for another type, or for NVFP4 when a width is no multiple of 64.
+    /// Errors: [`Error::Value`] for another type, or naming the dimension that is no multiple of 64 for NVFP4.
     pub fn synthetic(config: FlintConfig, seed: u64, dtype: DType) -> Result<Self> {
+        let all = recipes(&config, seed, dtype)?;
+        Self::make(config, all, &mut |_, _| {}, &Cancel::default())
+    }
+
+    /// What `recipes` says. `progress` gets (bytes made, bytes in all), before the first and after each tensor.
+    pub(crate) fn make(
+        config: FlintConfig,
+        recipes: Vec<(Spec, Recipe)>,
+        progress: &mut dyn FnMut(u64, u64),
+        cancel: &Cancel,
+    ) -> Result<Self> {
+        let (mut done, total) = (0, recipes.iter().map(|(_, recipe)| recipe.bytes()).sum());
+        progress(done, total);
         let pool = threads::pool(None)?;
         let mut parts = Parts::default();
-        for (spec, recipe) in recipes(&config, seed, dtype)? {
+        for (spec, recipe) in recipes {
+            cancel.check()?;
+            done += recipe.bytes();
             match recipe {
                 Recipe::Vector(values) => _ = parts.vectors.insert(spec.gguf, values),
                 Recipe::Matrices(recipes) => {
@@ -88,6 +115,7 @@ impl Weights {
                     parts.matrices.insert(spec.gguf, matrices);
                 }
             }
+            progress(done, total);
         }
         Ok(parts.assemble(config))
     }

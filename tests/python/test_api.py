@@ -91,9 +91,12 @@ def test_progress_of_prompts(slow_flint: Flint) -> None:
         lambda progress: list(slow_flint.stream([1] * 70, max_tokens=1, progress=progress)),
     ):
         seen: list[tuple[int, int]] = []
+        began = time.monotonic()
         start(lambda done, total, seen=seen: seen.append((done, total)))
         assert seen
         assert all(done < total == 70 for done, total in seen)
+        # About 20 times a second, as documented.
+        assert 1 <= len(seen) <= 25 * (time.monotonic() - began)
         assert sorted(seen) == seen
 
         def stop(done: int, total: int) -> None:
@@ -190,13 +193,21 @@ def workers() -> int:
     return names.count("flint-rs")
 
 
+def wait_for_workers(count: int) -> None:
+    """The system lists a thread for a moment after it was joined."""
+    deadline = time.monotonic() + 2
+    while workers() != count:
+        assert time.monotonic() < deadline, f"{workers()} workers, not {count}"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("how", ["cancel", "with", "drop"])
 def test_a_stream_ends_its_work(slow_flint: Flint, how: str) -> None:
-    assert workers() == 0
+    wait_for_workers(0)  # the one that loaded the model may still be on its way out
     stream = slow_flint.stream("the other", max_tokens=400, ignore_eos=True)
     with stream:
         next(stream)
-        assert workers() == 1
+        wait_for_workers(1)
         if how == "cancel":
             stream.cancel()
             assert list(stream) == []
@@ -204,10 +215,7 @@ def test_a_stream_ends_its_work(slow_flint: Flint, how: str) -> None:
     if how == "with":
         assert list(stream) == []
     del stream
-    deadline = time.monotonic() + 2
-    while workers() > 0:
-        assert time.monotonic() < deadline, "the worker goes on"
-        time.sleep(0.01)
+    wait_for_workers(0)
 
 
 def test_cancel_from_another_thread_ends_a_waiting_reader(slow_flint: Flint) -> None:
@@ -329,14 +337,16 @@ def test_logits_are_plain_arrays(flint: Flint) -> None:
     assert flint.score([1, 2, 3]).shape == (2,)
 
 
+CORES = len(os.sched_getaffinity(0))
 ARGUMENTS = [
     ({"path_or_repo": 5}, TypeError, "path_or_repo"),
     ({"device": "tpu"}, ValueError, "device.*tpu"),
     ({"device": 1}, TypeError, "device"),
     ({"dtype": "float16"}, ValueError, "dtype.*float16"),
     ({"dtype": None}, TypeError, "dtype"),
-    ({"threads": 0}, ValueError, "threads"),
-    ({"threads": -1}, ValueError, "threads"),
+    ({"threads": 0}, ValueError, f"^threads: expected None or 1 to {CORES}, the cores .*, found 0$"),
+    ({"threads": CORES + 1}, ValueError, f"^threads: expected None or 1 to {CORES}, the cores .*, found {CORES + 1}$"),
+    ({"threads": -1}, ValueError, r"^threads: .*, found -1$"),
     ({"threads": "two"}, TypeError, "threads"),
     ({"threads": 2, "device": "reference"}, ValueError, "threads.*reference"),
 ]
@@ -364,6 +374,10 @@ PROMPTS: list[tuple[Any, type[Exception], str]] = [
     ([[1, 2], [3, 5000]], ValueError, r"prompt\[1\]\[1\].*5000"),
     ([1.5, 2], TypeError, r"prompt\[0\]"),
     ([1] * 513, ValueError, "prompt.*513"),
+    ([1] * 512, ValueError, "prompt.*511.*512"),
+    ([1, 2**64], ValueError, r"^prompt\[1\]: expected a token id from 0 to 2\*\*32 - 1, found 18446744073709551616$"),
+    ("in\ud800", ValueError, r"^prompt: .* UTF-8 .*, found the lone surrogate '\\ud800' at position 2$"),
+    (["in", "\udc80"], ValueError, r"^prompt\[1\]: .*, found the lone surrogate '\\udc80' at position 0$"),
 ]
 
 
@@ -419,6 +433,34 @@ PARAMETERS: list[tuple[str, Any, type[Exception]]] = [
 def test_sampling_parameters(flint: Flint, name: str, value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=name):
         flint.generate("the", **{name: value})
+
+
+def test_ranges_are_said_whole(flint: Flint) -> None:
+    for name, value, accepted in (
+        ("top_k", 2**70, "an integer from -1 to 2**63 - 1"),
+        ("max_tokens", 2**64, "None or an integer from 1 to 2**64 - 1"),
+        ("max_tokens", -5, "None or an integer from 1 to 2**64 - 1"),
+        ("min_tokens", 2**64, "an integer from 0 to 2**64 - 1"),
+        ("seed", -1, "None or an integer from 0 to 2**64 - 1"),
+        ("logprobs", 2**64, "None or an integer from 0 to 20"),
+        ("stop_token_ids", [2**32], "a list of token ids from 0 to 2**32 - 1"),
+    ):
+        with pytest.raises(flint_rs.InvalidValueError) as caught:
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+        assert str(caught.value) == f"{name}: expected {accepted}, found {value}"
+    with pytest.raises(flint_rs.InvalidValueError, match=r"^token_ids\[1\]: expected a token id from 0 .* found -1$"):
+        flint.score([1, -1])
+
+
+def test_lone_surrogates_are_named(flint: Flint) -> None:
+    for use, name in (
+        (lambda: flint.tokenize("a\ud800"), "text"),
+        (lambda: flint.stream("a\ud800"), "prompt"),
+        (lambda: SamplingParams(stop=["a\ud800"]), "stop"),
+        (lambda: Flint("a\ud800.gguf", device="cpu"), "path"),
+    ):
+        with pytest.raises(flint_rs.InvalidValueError, match=f"^{name}: expected text that UTF-8 can write, found "):
+            use()
 
 
 def test_params_and_keywords_exclude_each_other(flint: Flint) -> None:

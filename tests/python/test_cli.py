@@ -24,7 +24,7 @@ CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
 
 
 def run(*arguments: object, stdin: bytes | None = b"") -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, *map(str, arguments)]
+    command = [*COMMAND, *(part if isinstance(part, bytes) else str(part) for part in arguments)]
     result = subprocess.run(command, input=stdin, capture_output=True, timeout=120, check=False, env=CPU)
     return subprocess.CompletedProcess(command, result.returncode, result.stdout.decode(), result.stderr.decode())
 
@@ -92,11 +92,14 @@ def test_sampling_options_arrive(gguf_path: Path) -> None:
 
 
 def test_plan(gguf_path: Path) -> None:
-    text = run("plan", gguf_path, "--sequences", 2, "--context", 128)
+    text = run("plan", gguf_path, "--sequences", 2, "--context-tokens", 128)
     assert text.returncode == 0, text.stderr
     for word in ("general, because", "2 x 128 tokens", "general_attention", "step of 2 at position 127"):
         assert word in text.stdout
     fails(run("plan", gguf_path, "--sequences", 257), 2, "sequences", "1 to 256", "257")
+    assert flint_rs.plan(gguf_path, sequences=2, context_tokens=128) == text.stdout
+    for context in (0, -1, 513, 2**64):
+        fails(run("plan", gguf_path, f"--context-tokens={context}"), 2, "context_tokens: ", str(context))
 
 
 def test_inspect(gguf_path: Path) -> None:
@@ -168,9 +171,10 @@ def test_wrong_usage(gguf_path: Path, tmp_path: Path) -> None:
     fails(run("the", "--model", gguf_path, "--logit-bias", "x"), 2, "ID=BIAS")
     fails(run("the", "--model", gguf_path, "--logprobs", "1"), 2, "--json")
     fails(run("the", "--model", gguf_path, "--threads", "0"), 2, "threads")
+    fails(run(b"the \xff", "--model", gguf_path), 2, "prompt", "lone surrogate '\\udcff' at position 4")
     fails(run("", "--model", gguf_path), 2, "prompt")
     fails(run("1", "--model", gguf_path, "--synthetic", "nvfp4"), 2, "--synthetic", "--model")
-    fails(run("the", "--model", gguf_path, "--context", "0"), 2, "context_tokens")
+    fails(run("the", "--model", gguf_path, "--context-tokens", "0"), 2, "context_tokens")
     fails(run("the", "--model", tmp_path / "none.gguf"), 1, "none.gguf")
     fails(run("inspect", __file__), 1, "test_cli.py")
     fails(run("-", "--model", gguf_path, stdin=b"\xff"), 2, "standard input", "UTF-8", "0xff")
@@ -233,6 +237,23 @@ def test_closed_standard_streams(gguf_path: Path) -> None:
     fails(shell(">&-"), 1, "standard output is closed")
     fails(shell("<&-"), 2, "prompt")
     assert shell("2>&-").returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_standard_error_costs_no_result(gguf_path: Path) -> None:
+    def shell(arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["sh", "-c", f'"$0" -m flint_rs.cli {arguments} 2>/dev/full', sys.executable, gguf_path]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+        )
+
+    text = shell('the --model "$1" --max-tokens 5 --ignore-eos --seed 3')
+    assert (text.returncode, len(text.stdout) > 0) == (0, True)
+    result = shell('the --model "$1" --max-tokens 5 --ignore-eos --seed 3 --json')
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["text"] == text.stdout.removesuffix("\n")
+    assert shell('the --model "$1" --threads 0').returncode == 2
+    assert shell("--no-such-option").returncode == 2
 
 
 def test_text_that_is_not_utf8_is_named(gguf_path: Path, tmp_path: Path) -> None:

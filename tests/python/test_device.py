@@ -13,6 +13,7 @@ import flint_rs
 import numpy as np
 import pytest
 from flint_rs import Flint
+from flint_rs._progress import Bar
 
 # A driver that is there finds no card with this.
 HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
@@ -118,9 +119,15 @@ def test_the_context_can_be_shorter_than_the_models(gguf_path: Path) -> None:
         assert (whole.context_tokens, flint.context_tokens) == (512, 20)
         assert flint.memory["kv_max_bytes"] < whole.memory["kv_max_bytes"]
         result = flint.generate([1] * 15, ignore_eos=True)
-        assert (result.usage.completion_tokens, result.finish_reason) == (6, "length")
-        for use in (lambda: flint.generate([1] * 21), lambda: flint.logits([1] * 21), lambda: flint.score([1] * 21)):
-            with pytest.raises(ValueError, match=r"1 to 20 tokens.*21"):
+        assert (result.usage.completion_tokens, result.finish_reason) == (5, "length")
+        assert flint.generate([1] * 19, ignore_eos=True).usage.completion_tokens == 1
+        # Prompt and output together are no longer than the context, and a prompt leaves room for one token.
+        for use in (lambda: flint.generate([1] * 20), lambda: flint.stream([1] * 20)):
+            with pytest.raises(ValueError, match=r"prompt: .* 19 tokens, to leave room for one .* 20, found 20 tokens"):
+                use()
+        assert flint.score([1] * 20).shape == (19,)
+        for use in (lambda: flint.logits([1] * 21), lambda: flint.score([1] * 21)):
+            with pytest.raises(ValueError, match=r"token_ids: expected 1 to 20 tokens.*21"):
                 use()
 
 
@@ -144,7 +151,8 @@ def test_synthetic(form: Any, tmp_path: Path) -> None:
         assert [event.token_id for event in flint.stream([1, 2, 3], **GREEDY)] == result.token_ids
         assert np.isfinite(flint.logits([1, 2, 3])).all()
         file = tmp_path / "config.json"
-        file.write_text(json.dumps(TINY))
+        # A whole config.json has keys that mean nothing here.
+        file.write_text(json.dumps({**TINY, "eos_token_id": 3, "torch_dtype": "bfloat16"}))
         with (
             Flint.synthetic(3, file, form, device="cpu") as same,
             Flint.synthetic(4, TINY, form, device="cpu") as other,
@@ -171,7 +179,17 @@ def test_synthetic_arguments(tmp_path: Path) -> None:
     for arguments, error, text in (
         ({"dims": {"hidden_size": 0}}, ValueError, r'dims\["hidden_size"\].*0'),
         ({"dims": {"width": 3}}, ValueError, r'dims\["width"\]'),
-        ({"dims": {**TINY, "hidden_size": 100}}, ValueError, "64"),
+        ({"dims": {**TINY, "hidden_size": 100}}, ValueError, r'^dims\["hidden_size"\]: .* multiple of 64.* found 100$'),
+        ({"dims": {**TINY, "eos_token_id": 3}}, ValueError, r'^dims\["eos_token_id"\]: .* found 3$'),
+        (
+            {"dims": {**TINY, "hidden_size": -1}},
+            ValueError,
+            r'^dims\["hidden_size"\]: expected 1 to 1048576, found -1$',
+        ),
+        ({"seed": 2**64}, ValueError, r"^seed: .* 0 to 2\*\*64 - 1, found 18446744073709551616$"),
+        ({"threads": 2**63}, ValueError, r"^threads: .* 1 to \d+.*, found 9223372036854775808$"),
+        ({"context_tokens": -3}, ValueError, r"^context_tokens: .* 1 to the model's context length, found -3$"),
+        ({"max_sequences": 2**70}, ValueError, r"^max_sequences: .* 1 to 256, found 1180591620717411303424$"),
         ({"dims": tmp_path / "none.json"}, FileNotFoundError, "none.json"),
         ({"dims": 5}, TypeError, "dims.*5"),
         ({"format": "q4"}, ValueError, "format.*q4"),
@@ -190,3 +208,42 @@ def test_synthetic_on_the_command_line() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 2
     assert "token ids" in result.stderr
+    # Before 23 GB are made, which takes longer than this waits.
+    for arguments, text in (
+        (["1 150144"], "prompt[1]: expected a token id below 150144, found 150144"),
+        (["1 2", "--context-tokens", "2"], "prompt: expected at most 1 tokens, to leave room for one"),
+        (["1 2", "--stop", "a"], "stop: "),
+        (["1 2", "--stop-token-ids", "200000"], "stop_token_ids: expected token ids below 150144, found 200000"),
+    ):
+        command[4:5] = arguments[:1]
+        result = subprocess.run([*command, *arguments[1:]], capture_output=True, text=True, timeout=15, check=False)
+        assert (result.returncode, result.stdout, result.stderr) == (2, "", f"flint-rs: error: {result.stderr[17:]}")
+        assert text in result.stderr
+
+
+def test_long_work_is_announced_where_no_bar_is_seen(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "flint_rs")
+    now = 100.0
+    monkeypatch.setattr("flint_rs._progress.time.monotonic", lambda: now)
+    for announced, expected in ((True, ["making weights: 5.8 of 23.0 GB after 15 s, 45 s to go"]), (False, [])):
+        caplog.clear()
+        with Bar("making weights", announced=announced) as bar:
+            for seconds, done in ((0.0, 0), (1.9, 10**9), (15.0, 5_750_000_000), (30.0, 11_500_000_000)):
+                now = 100.0 + seconds
+                bar(done, 23 * 10**9)
+        assert caplog.messages == expected
+
+
+def test_making_weights_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(Bar, "__call__", lambda _bar, done, total: seen.append((done, total)))
+    # 0.5 GB, for some calls in between.
+    dims = {**TINY, "num_hidden_layers": 40, "hidden_size": 1024, "num_experts": 64, "moe_intermediate_size": 1024}
+    with Flint.synthetic(dims=dims, device="cpu") as flint:
+        total = flint.memory["weights_bytes"]
+    assert seen == sorted(seen)
+    assert {all_bytes for _, all_bytes in seen} == {seen[0][1]}
+    assert 0.9 * total < seen[0][1] <= total
+    assert any(0 < done < all_bytes for done, all_bytes in seen)

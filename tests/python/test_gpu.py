@@ -184,10 +184,11 @@ def test_a_cancelled_stream_makes_room(gpu: Flint) -> None:
 def test_the_end_of_the_context() -> None:
     with Flint(flint_rs.SMALL_MODEL, device="cuda", max_sequences=2, context_tokens=100) as flint:
         assert flint.context_tokens == 100
-        results = flint.generate([[1] * 95, [2] * 100, [3] * 10], temperature=0, ignore_eos=True)
-        assert [result.usage.completion_tokens for result in results] == [6, 1, 91]
-        with pytest.raises(ValueError, match="1 to 100 tokens"):
-            flint.generate([1] * 101)
+        results = flint.generate([[1] * 95, [2] * 99, [3] * 10], temperature=0, ignore_eos=True)
+        assert [result.usage.completion_tokens for result in results] == [5, 1, 90]
+        with pytest.raises(ValueError, match="at most 99 tokens, to leave room for one in a context of 100, found 100"):
+            flint.generate([1] * 100)
+        assert flint.score([1] * 100).shape == (99,)
 
 
 def test_memory_is_told_and_given_back() -> None:

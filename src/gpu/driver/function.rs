@@ -181,7 +181,7 @@ impl Call {
         &self.function.module
     }
 
-    /// Queues it. With `pdl` a kernel that waits for those before it may start before they end. An error is one of the
+    /// Queues it. With `pdl` a kernel that waits for those before it may start before they end, on cards that can do this. An error is one of the
     /// launch, or of an earlier kernel.
     pub fn queue(&self, pdl: bool) -> Result<()> {
         let launch = self.launch;
@@ -200,7 +200,7 @@ impl Call {
             sharedMemBytes: launch.shared_bytes,
             hStream: self.function.module.device.stream(),
             attrs: &raw mut attribute,
-            numAttrs: (pdl && self.function.kernel.pdl).into(),
+            numAttrs: (pdl && self.function.kernel.pdl && self.function.module.device.has_dependent_launch()).into(),
         };
         let mut params = [self.args.as_ptr().cast_mut().cast::<c_void>()];
         // SAFETY: `config`, `attribute` and `params` live through the call, which copies the argument; the argument has

@@ -21,7 +21,10 @@ use cudarc::driver::{
     sys,
 };
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    plan::Card,
+};
 
 /// The oldest driver that loads what nvcc 13.0 makes.
 const MIN_DRIVER: c_int = 13_000;
@@ -36,7 +39,13 @@ pub struct Device(Rc<Context>);
 struct Context {
     device: sys::CUdevice,
     stream: sys::CUstream,
+    /// What the kernels are written for: the card's, but for a build that takes it for an older one.
+    capability: (i32, i32),
 }
+
+/// Kernels may start before the ones ahead of them end, and wait for them by themselves, from this major compute capability
+/// on; code for older cards does not wait.
+const DEPENDENT_LAUNCH_MAJOR: i32 = 9;
 
 impl Drop for Context {
     fn drop(&mut self) {
@@ -84,7 +93,8 @@ impl Device {
                 let _ = unsafe { result::primary_ctx::release(device) };
                 failed("opening the GPU")(error)
             })?;
-        Ok(Self(Rc::new(Context { device, stream })))
+        let capability = written_for().unwrap_or((major, minor));
+        Ok(Self(Rc::new(Context { device, stream, capability })))
     }
 
     /// What the driver calls it.
@@ -92,9 +102,14 @@ impl Device {
         result::device::get_name(self.0.device).map_err(failed("asking the GPU's name"))
     }
 
-    /// Its compute capability, such as (9, 0).
-    pub fn capability(&self) -> Result<(i32, i32)> {
-        capability(self.0.device).map_err(failed("asking the GPU's compute capability"))
+    /// Its compute capability, such as (9, 0); in a build that takes cards for older ones, theirs.
+    pub fn capability(&self) -> (i32, i32) {
+        self.0.capability
+    }
+
+    /// Whether a launch may ask to start before the kernels ahead of it end.
+    fn has_dependent_launch(&self) -> bool {
+        self.0.capability.0 >= DEPENDENT_LAUNCH_MAJOR
     }
 
     /// The driver's version, such as "580.159.04"; where the system does not tell, the newest CUDA that it serves, such as
@@ -104,12 +119,19 @@ impl Device {
         version::installed().map_or_else(|| Ok(format!("CUDA {}", cuda_version(served()?))), Ok)
     }
 
-    /// Its multiprocessors.
-    pub fn processors(&self) -> Result<usize> {
-        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    /// What a plan needs to know of it.
+    pub fn card(&self) -> Result<Card> {
+        use sys::CUdevice_attribute::{
+            CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as SHARED,
+            CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT as PROCESSORS,
+        };
         // SAFETY: the device was returned by `device::get`.
-        let count = unsafe { result::device::get_attribute(self.0.device, attribute) };
-        count.map(|count| count as usize).map_err(failed("asking for the GPU's multiprocessors"))
+        let [processors, shared] =
+            [PROCESSORS, SHARED].map(|attribute| unsafe { result::device::get_attribute(self.0.device, attribute) });
+        let count = |found: Result<c_int, DriverError>| {
+            found.map(|count| count as usize).map_err(failed("asking for the GPU's multiprocessors and shared memory"))
+        };
+        Ok(Card { processors: count(processors)?, major: self.0.capability.0, block_shared_bytes: count(shared)? })
     }
 
     /// Bytes of its memory that are free now, and in all.
@@ -147,6 +169,12 @@ fn capability(device: sys::CUdevice) -> Result<(i32, i32), DriverError> {
     };
     // SAFETY: the device was returned by `device::get`.
     unsafe { Ok((result::device::get_attribute(device, MAJOR)?, result::device::get_attribute(device, MINOR)?)) }
+}
+
+/// What build.rs was told to write all kernels for, in place of the card's own.
+fn written_for() -> Option<(i32, i32)> {
+    let (major, minor) = option_env!("FLINT_RS_WRITTEN_FOR")?.split_once('.')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
 fn describe(error: DriverError) -> String {
