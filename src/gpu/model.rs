@@ -454,6 +454,7 @@ impl GpuModel {
             GeneralSwiglu,
             PrefillAttention,
             PrefillCombine,
+            PrefillCombineNorm,
             PrefillEmbed,
             PrefillExperts,
             PrefillGather,

@@ -22,6 +22,10 @@ const TILE_PANELS: usize = TILE_COLS / PANEL;
 const PANEL_ROW_BYTES: usize = 2 * PANEL;
 /// Rows that share a mask of choices.
 const MASK_ROWS: usize = 32;
+/// Rows that a block of [`PREFILL_ROUTE`] routes.
+const ROUTE_ROWS: usize = 8;
+/// Most rows of [`PREFILL_GATHER_FEW`].
+const FEW_ROWS: usize = 256;
 /// Most rows that a block of [`PREFILL_GATHER`] copies, and how many rows that pays for.
 const GATHER_ROWS: usize = 8;
 const GATHER_SINGLY: usize = 1024;
@@ -112,7 +116,7 @@ pub struct PrefillGroupArgs {
     pub most_columns: u32,
 }
 
-/// The argument of [`PREFILL_GATHER`].
+/// The argument of [`PREFILL_GATHER`] and [`PREFILL_GATHER_FEW`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PrefillGatherArgs {
@@ -122,7 +126,7 @@ pub struct PrefillGatherArgs {
     pub experts: u64,
     /// `[ceil(T / 32), 256]` u32.
     pub masks: u64,
-    /// `[ceil(T / 32), 256]` u32.
+    /// `[ceil(T / 32), 256]` u32; not of [`PREFILL_GATHER_FEW`].
     pub places: u64,
     /// `[T, 6]` u32, written: the sorted row of each choice.
     pub sorted: u64,
@@ -144,7 +148,7 @@ pub struct PrefillGatherArgs {
 pub struct PrefillCombineArgs {
     /// `[sorted_rows, 2048]` bf16.
     pub y: u64,
-    /// `[T, 6]` u32.
+    /// `[T, 6]` u32. Read before the kernel in front has ended, as `weights` is: another has to stand between.
     pub sorted: u64,
     /// `[T, 6]` f32.
     pub weights: u64,
@@ -154,6 +158,35 @@ pub struct PrefillCombineArgs {
     pub delta: u64,
     /// T.
     pub rows: u32,
+    /// Fills the struct.
+    pub reserved: u32,
+}
+
+/// The argument of [`PREFILL_COMBINE_NORM`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PrefillCombineNormArgs {
+    /// `[sorted_rows, 2048]` bf16.
+    pub y: u64,
+    /// `[T, 6]` u32. Read before the kernel in front has ended, as `weights` and `residual` are: another has to stand
+    /// between.
+    pub sorted: u64,
+    /// `[T, 6]` f32.
+    pub weights: u64,
+    /// `[T, 2048]` bf16, output of the shared expert.
+    pub shared: u64,
+    /// `[T, 2048]` bf16, replaced by the sum with the layer's output.
+    pub residual: u64,
+    /// `[2048]` f32.
+    pub norm_weight: u64,
+    /// Panels `[32, panel_rows, 64]` bf16, written.
+    pub normed: u64,
+    /// T.
+    pub rows: u32,
+    /// Rows of a panel of `normed`.
+    pub panel_rows: u32,
+    /// Epsilon of the norm.
+    pub eps: f32,
     /// Fills the struct.
     pub reserved: u32,
 }
@@ -173,6 +206,9 @@ const _: () = assert!(
         && offset_of!(PrefillGatherArgs, rows) == 48
         && size_of::<PrefillCombineArgs>() == 48
         && offset_of!(PrefillCombineArgs, rows) == 40
+        && size_of::<PrefillCombineNormArgs>() == 72
+        && offset_of!(PrefillCombineNormArgs, rows) == 56
+        && offset_of!(PrefillCombineNormArgs, eps) == 64
 );
 
 /// Sorted rows of T rows: each expert's begin at a multiple of eight.
@@ -294,9 +330,16 @@ pub const PREFILL_GROUP: Kernel =
 /// Copies rows to their experts.
 pub const PREFILL_GATHER: Kernel =
     Kernel { symbol: c"prefill_gather", args_bytes: size_of::<PrefillGatherArgs>(), pdl: true };
+/// The same, for up to 256 rows: it needs nothing of [`PREFILL_GROUP`], and runs beside it. What is older than that has to
+/// have ended.
+pub const PREFILL_GATHER_FEW: Kernel =
+    Kernel { symbol: c"prefill_gather_few", args_bytes: size_of::<PrefillGatherArgs>(), pdl: true };
 /// The output of a MoE layer.
 pub const PREFILL_COMBINE: Kernel =
     Kernel { symbol: c"prefill_combine", args_bytes: size_of::<PrefillCombineArgs>(), pdl: true };
+/// The same, and the residual add and norm behind it.
+pub const PREFILL_COMBINE_NORM: Kernel =
+    Kernel { symbol: c"prefill_combine_norm", args_bytes: size_of::<PrefillCombineNormArgs>(), pdl: true };
 
 /// Picks kernels for a card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -491,8 +534,8 @@ impl Shape {
 pub fn prefill_route_launch(rows: usize) -> Launch {
     let masks = rows.div_ceil(MASK_ROWS);
     Launch {
-        grid: [masks as u32, 1, 1],
-        block: 1024,
+        grid: [(masks * (MASK_ROWS / ROUTE_ROWS)) as u32, 1, 1],
+        block: 32 * ROUTE_ROWS as u32,
         shared_bytes: 0,
         bytes: (4 * (rows * (PARTS * EXPERTS + 2 * CHOSEN) + masks * EXPERTS)) as u64,
     }
@@ -504,20 +547,30 @@ pub fn prefill_group_launch(rows: usize) -> Launch {
     Launch { grid: [1, 1, 1], block: 1024, shared_bytes: 0, bytes }
 }
 
-/// The launch of [`PREFILL_GATHER`] for T rows.
-pub fn prefill_gather_launch(rows: usize) -> Launch {
+/// The kernel that copies T rows to their experts, and its launch.
+pub fn prefill_gather_launch(rows: usize) -> (Kernel, Launch) {
     let blocks = if rows <= GATHER_SINGLY { rows } else { rows.div_ceil(GATHER_ROWS) };
-    Launch {
+    let launch = Launch {
         grid: [blocks as u32, 1, 1],
         block: 256,
         shared_bytes: 0,
         bytes: (rows * (1 + CHOSEN) * 2 * HIDDEN) as u64,
-    }
+    };
+    (if rows <= FEW_ROWS { PREFILL_GATHER_FEW } else { PREFILL_GATHER }, launch)
+}
+
+fn combine_launch(rows: usize, row_parts: usize) -> Launch {
+    Launch { grid: [rows as u32, 1, 1], block: 256, shared_bytes: 0, bytes: (rows * row_parts * 2 * HIDDEN) as u64 }
 }
 
 /// The launch of [`PREFILL_COMBINE`] for T rows.
 pub fn prefill_combine_launch(rows: usize) -> Launch {
-    Launch { grid: [rows as u32, 1, 1], block: 256, shared_bytes: 0, bytes: (rows * (2 + CHOSEN) * 2 * HIDDEN) as u64 }
+    combine_launch(rows, CHOSEN + 2)
+}
+
+/// The launch of [`PREFILL_COMBINE_NORM`] for T rows.
+pub fn prefill_combine_norm_launch(rows: usize) -> Launch {
+    combine_launch(rows, CHOSEN + 4)
 }
 
 #[cfg(test)]
