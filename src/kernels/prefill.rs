@@ -242,8 +242,7 @@ pub struct Product {
     /// By format (NVFP4, BF16), then as `ways`.
     kernels: [&'static [Kernel]; 2],
     ending: Ending,
-    /// Blocks of [`Way::Narrow`] that share a unit.
-    split: usize,
+    experts: bool,
 }
 
 /// What is kept in shared memory when a unit ends.
@@ -265,6 +264,13 @@ impl Product {
         self.ways
     }
 
+    /// Blocks of [`Way::Narrow`] that share a unit: few strips are to give many multiprocessors work. The LM head has
+    /// more, and a stage of its x serves more of them.
+    fn split(&self, format: TileFormat, way: Way) -> usize {
+        let head = self.ending == Ending::F32Rows && format == TileFormat::Nvfp4;
+        if self.experts || head && way == Way::Narrow(64) { 1 } else { 2 }
+    }
+
     fn kernel(&self, format: TileFormat, way: Way) -> Kernel {
         let index = self.ways.iter().position(|&other| other == way).expect("a way of this product");
         self.kernels[usize::from(format == TileFormat::Bf16)][index]
@@ -272,7 +278,7 @@ impl Product {
 }
 
 macro_rules! product {
-    ($(#[$doc:meta])* $product:ident, $name:literal, $args:ty, $ending:ident, $split:literal,
+    ($(#[$doc:meta])* $product:ident, $name:literal, $args:ty, $ending:ident, $experts:literal,
      [$($way:expr => $suffix:literal),*]) => {
         $(#[$doc])*
         pub static $product: Product = Product {
@@ -282,7 +288,7 @@ macro_rules! product {
                 &[$(product!(@ $name, "_bf16_", $suffix, $args)),*],
             ],
             ending: Ending::$ending,
-            split: $split,
+            experts: $experts,
         };
     };
     (@ $name:literal, $format:literal, $suffix:literal, $args:ty) => {
@@ -292,14 +298,14 @@ macro_rules! product {
             pdl: true,
         }
     };
-    ($(#[$doc:meta])* linear $product:ident, $name:literal, $ending:ident, $split:literal) => {
-        product!($(#[$doc])* $product, $name, PrefillLinearArgs, $ending, $split, [
+    ($(#[$doc:meta])* linear $product:ident, $name:literal, $ending:ident) => {
+        product!($(#[$doc])* $product, $name, PrefillLinearArgs, $ending, false, [
             Way::Wide(256) => "256", Way::Wide(128) => "128", Way::Narrow(64) => "64", Way::Narrow(16) => "16",
             Way::AnyCard => "mma"
         ]);
     };
     ($(#[$doc:meta])* experts $product:ident, $name:literal, $ending:ident) => {
-        product!($(#[$doc])* $product, $name, PrefillExpertsArgs, $ending, 1, [
+        product!($(#[$doc])* $product, $name, PrefillExpertsArgs, $ending, true, [
             Way::Wide(256) => "256", Way::Narrow(64) => "64", Way::Narrow(16) => "16", Way::AnyCard => "mma"
         ]);
     };
@@ -307,13 +313,13 @@ macro_rules! product {
 
 product!(
     /// To rows of bf16.
-    linear PREFILL_LINEAR, "prefill_linear", Bf16Rows, 2);
+    linear PREFILL_LINEAR, "prefill_linear", Bf16Rows);
 product!(
     /// To rows of f32.
-    linear PREFILL_LOGITS, "prefill_logits", F32Rows, 1);
+    linear PREFILL_LOGITS, "prefill_logits", F32Rows);
 product!(
     /// Gate and up, to panels of activations.
-    linear PREFILL_SWIGLU, "prefill_swiglu", SwigluPanels, 2);
+    linear PREFILL_SWIGLU, "prefill_swiglu", SwigluPanels);
 product!(
     /// The routed experts' first half.
     experts PREFILL_EXPERTS_UP, "prefill_experts_up", SwigluPanels);
@@ -404,18 +410,18 @@ impl Products {
     fn nanoseconds(self, product: &Product, format: TileFormat, way: Way, args: &PrefillLinearArgs) -> usize {
         let bf16 = format == TileFormat::Bf16;
         // A chunk of 64 inputs of a unit, and its beginning and end.
-        let (chunk, ends) = match (way, product.split) {
+        let (chunk, ends) = match (way, product.split(format, way)) {
             (Way::Wide(256), _) => (if bf16 { 760 } else { 630 }, 2500),
             (Way::Wide(_), _) => (if bf16 { 600 } else { 440 }, 2000),
-            (Way::Narrow(64), 1) => (if bf16 { 400 } else { 300 }, 1500),
-            (Way::Narrow(_), 1) => (if bf16 { 330 } else { 365 }, 1500),
-            (Way::Narrow(64), _) => (if bf16 { 280 } else { 184 }, 1500),
-            (Way::Narrow(_), _) => (if bf16 { 240 } else { 140 }, 1500),
+            (Way::Narrow(64), 1) => (270, 1500),
+            (Way::Narrow(64), _) => (if bf16 { 200 } else { 148 }, 1500),
+            (Way::Narrow(_), _) => (if bf16 { 130 } else { 95 }, 1500),
             (Way::AnyCard, _) => (500, 2500),
         };
         let shape = Shape::of(product, format, way);
-        let waves = shape.units(args).div_ceil(self.at_once(shape));
-        waves * (TILE_PANELS * args.k_tiles as usize * chunk + ends)
+        // Two blocks of a multiprocessor take twice as long.
+        let waves = shape.units(args).div_ceil((self.processors / shape.together).max(1));
+        waves * TILE_PANELS * args.k_tiles as usize * chunk + waves.div_ceil(shape.blocks) * ends
     }
 
     /// The launch of [`PREFILL_LINEAR`], [`PREFILL_LOGITS`] or [`PREFILL_SWIGLU`] in one of its ways.
@@ -505,15 +511,15 @@ impl Shape {
                 Self { columns, threads: 256 + 128, blocks: 1, cluster: 2, together: 2, shared_bytes }
             }
             Way::Narrow(_) => {
-                let split = product.split;
+                let split = product.split(format, way);
                 let (chunks, piece) = match format {
                     TileFormat::Nvfp4 => (TILE_PANELS, format.tile_bytes()),
                     TileFormat::Bf16 => (TILE_PANELS / 4, format.tile_bytes() / 4),
                 };
                 let strips = UNIT_STRIPS / split;
-                let blocks = if columns <= 16 && split == 1 { 2 } else { 1 };
+                let blocks = if columns <= 16 && (split == 1 || format == TileFormat::Nvfp4) { 2 } else { 1 };
                 let stage = chunks * columns * PANEL_ROW_BYTES + strips * piece;
-                let stages = ((208 << 10) / blocks / stage).min(8);
+                let stages = ((208 << 10) / blocks / stage).min(12);
                 let shared_bytes = stages * (stage + 16) + ending / split;
                 Self { columns, threads: 32 * strips + 32, blocks, cluster: 1, together: split, shared_bytes }
             }
