@@ -185,7 +185,7 @@ __device__ __forceinline__ void prefill_narrow(const typename Work::Args& args) 
     __syncthreads();
 
     if (threadIdx.x >= Shape::kConsumers) {
-        if (threadIdx.x == Shape::kConsumers) {
+        if (elect_one()) {
             auto strip = [&](int s) { return Ending::strip(first_warp + s); };
             using Fill = Filler<Shape, Piece, Work>;
             Fill fill(ring, work, first, step);
