@@ -68,7 +68,7 @@ struct PrefillGroupArgs {
 };
 static_assert(sizeof(PrefillGroupArgs) == 40 && offsetof(PrefillGroupArgs, rows) == 32);
 
-// prefill_gather: copies rows to their experts.
+// prefill_gather: copies rows to their experts; prefill_gather_few needs no `places`, and takes up to 256 rows.
 struct PrefillGatherArgs {
     const __nv_bfloat16* x;   // panels [32, panel_rows, 64]
     const uint32_t* experts;  // [T, 6]
@@ -94,3 +94,20 @@ struct PrefillCombineArgs {
     uint32_t reserved;
 };
 static_assert(sizeof(PrefillCombineArgs) == 48 && offsetof(PrefillCombineArgs, rows) == 40);
+
+// prefill_combine_norm: the output of a MoE layer, added to the residual stream and normed.
+struct PrefillCombineNormArgs {
+    const __nv_bfloat16* y;       // [sorted_rows, 2048]
+    const uint32_t* sorted;       // [T, 6]
+    const float* weights;         // [T, 6]
+    const __nv_bfloat16* shared;  // [T, 2048] output of the shared expert
+    __nv_bfloat16* residual;      // [T, 2048] replaced by the sum
+    const float* norm_weight;     // [2048]
+    __nv_bfloat16* normed;        // panels [32, panel_rows, 64]
+    uint32_t rows;                // T
+    uint32_t panel_rows;
+    float eps;
+    uint32_t reserved;
+};
+static_assert(sizeof(PrefillCombineNormArgs) == 72 && offsetof(PrefillCombineNormArgs, rows) == 56 &&
+              offsetof(PrefillCombineNormArgs, eps) == 64);

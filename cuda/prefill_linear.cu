@@ -31,16 +31,17 @@
         NAME##_##FORMAT##_mma(const __grid_constant__ PrefillLinearArgs args) {       \
         prefill_any_card<STREAM<8>, ENDING, LinearWork<AnyCard::kMost>>(args);        \
     }
+// SPLIT is that of 64 columns.
 #define PRODUCT(NAME, FORMAT, STREAM, PIECE, ENDING, SPLIT) \
     WIDE(NAME, FORMAT, STREAM, ENDING, 256)                 \
     WIDE(NAME, FORMAT, STREAM, ENDING, 128)                 \
     NARROW(NAME, FORMAT, PIECE, ENDING, 64, SPLIT)          \
-    NARROW(NAME, FORMAT, PIECE, ENDING, 16, SPLIT)          \
+    NARROW(NAME, FORMAT, PIECE, ENDING, 16, 2)              \
     ANY_CARD(NAME, FORMAT, STREAM, ENDING)
 
 PRODUCT(prefill_linear, nvfp4, Nvfp4Stream, Nvfp4Piece, Bf16Rows, 2)
 PRODUCT(prefill_linear, bf16, Bf16Stream, Bf16Piece, Bf16Rows, 2)
 PRODUCT(prefill_logits, nvfp4, Nvfp4Stream, Nvfp4Piece, F32Rows, 1)
-PRODUCT(prefill_logits, bf16, Bf16Stream, Bf16Piece, F32Rows, 1)
+PRODUCT(prefill_logits, bf16, Bf16Stream, Bf16Piece, F32Rows, 2)
 PRODUCT(prefill_swiglu, nvfp4, Nvfp4Stream, Nvfp4Piece, SwigluPanels, 2)
 PRODUCT(prefill_swiglu, bf16, Bf16Stream, Bf16Piece, SwigluPanels, 2)

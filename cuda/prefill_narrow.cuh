@@ -14,11 +14,13 @@ struct Narrow {
     static constexpr int kStrips = kBlockStrips / kSplit;
     static constexpr int kConsumers = 32 * kStrips;
     static constexpr int kThreads = kConsumers + 32;
-    static constexpr int kBlocks = kMost <= 16 && kSplit == 1 ? 2 : 1;  // on a multiprocessor
+    // On a multiprocessor. Of a kernel that leaves room for as much again the next one's first weights come during it;
+    // BF16 needs the room to have as many on their way.
+    static constexpr int kBlocks = kMost <= 16 && (kSplit == 1 || Piece::kTilePieces == 1) ? 2 : 1;
     static constexpr int kXBytes = Piece::kChunks * kMost * kPanelRowBytes;
     static constexpr int kStageBytes = kXBytes + kStrips * Piece::kBytes;
     static constexpr int kFit = 208 * 1024 / kBlocks / kStageBytes;
-    static constexpr int kStages = kFit < 8 ? kFit : 8;
+    static constexpr int kStages = kFit < 12 ? kFit : 12;
 };
 
 // A whole NVFP4 tile of a strip.
@@ -32,9 +34,13 @@ struct Nvfp4Piece {
 
     __device__ __forceinline__ Nvfp4Piece(const uint8_t* piece, int lane)
         : lines(reinterpret_cast<const uint4*>(piece) + lane), scales(lines[0]) {}
-    __device__ __forceinline__ void fragments(int i, uint32_t (&a)[4][4]) const {
+    struct Words {
+        uint4 x;
+    };
+    __device__ __forceinline__ Words words(int i) const { return {lines[32 * (1 + i)]}; }
+    __device__ __forceinline__ void fragments(int i, const Words& chunk, uint32_t (&a)[4][4]) const {
         const ScalePairs pairs(scales, i);
-        const uint4 words = lines[32 * (1 + i)];
+        const uint4& words = chunk.x;
         expand_codes(a[0], words.x, pairs);
         expand_codes(a[1], words.y, pairs);
         expand_codes(a[2], words.z, pairs);
@@ -52,10 +58,16 @@ struct Bf16Piece {
 
     __device__ __forceinline__ Bf16Piece(const uint8_t* piece, int lane)
         : lines(reinterpret_cast<const uint4*>(piece) + lane) {}
-    __device__ __forceinline__ void fragments(int i, uint32_t (&a)[4][4]) const {
+    struct Words {
+        uint4 x[4];
+    };
+    __device__ __forceinline__ Words words(int i) const {
+        return {lines[128 * i], lines[128 * i + 32], lines[128 * i + 64], lines[128 * i + 96]};
+    }
+    __device__ __forceinline__ void fragments(int, const Words& chunk, uint32_t (&a)[4][4]) const {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const uint4 word = lines[32 * (4 * i + j)];
+            const uint4& word = chunk.x[j];
             a[j][0] = word.x, a[j][1] = word.y, a[j][2] = word.z, a[j][3] = word.w;
         }
     }
@@ -110,13 +122,19 @@ __device__ __forceinline__ void multiply_pieces(float (&d)[W / 2], Ring<Shape>& 
     uint32_t a[2][4][4];
 #pragma unroll 1
     for (int piece = 0; piece < pieces; ++piece) {
-        barrier_wait(ring.full(ring.stage), ring.parity);
-        const Piece weights(
-            shared + ring.stage * Shape::kStageBytes + Shape::kXBytes + threadIdx.x / 32 * Piece::kBytes, lane);
+        // Known to be the same for all lanes, so that descriptors are made in uniform registers.
+        const uint32_t stage = __shfl_sync(~0u, ring.stage, 0);
+        barrier_wait(ring.full(stage), ring.parity);
+        const Piece weights(shared + stage * Shape::kStageBytes + Shape::kXBytes + threadIdx.x / 32 * Piece::kBytes,
+                            lane);
+        const uint64_t x = describe(ring.at(stage));
+        // A chunk ahead, so that its expansion fills the pauses between products.
+        typename Piece::Words words[2] = {weights.words(0)};
 #pragma unroll
         for (int i = 0; i < Piece::kChunks; ++i) {
-            weights.fragments(i, a[i % 2]);
-            const uint64_t b = describe(ring.at(ring.stage) + i * W * kPanelRowBytes);
+            if (i + 1 < Piece::kChunks) words[(i + 1) % 2] = weights.words(i + 1);
+            weights.fragments(i, words[i % 2], a[i % 2]);
+            const uint64_t b = x + i * W * kPanelRowBytes / 16;
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < 4; ++j) wgmma<W>(d, a[i % 2][j], b + 2 * j);
@@ -124,7 +142,7 @@ __device__ __forceinline__ void multiply_pieces(float (&d)[W / 2], Ring<Shape>& 
             wgmma_wait<1>();
         }
         wgmma_wait<0>();
-        if (lane == 0) barrier_arrive(ring.empty(ring.stage), 0);
+        if (lane == 0) barrier_arrive(ring.empty(stage), 0);
         ring.advance();
     }
 }
@@ -167,7 +185,7 @@ __device__ __forceinline__ void prefill_narrow(const typename Work::Args& args) 
     __syncthreads();
 
     if (threadIdx.x >= Shape::kConsumers) {
-        if (threadIdx.x == Shape::kConsumers) {
+        if (elect_one()) {
             auto strip = [&](int s) { return Ending::strip(first_warp + s); };
             using Fill = Filler<Shape, Piece, Work>;
             Fill fill(ring, work, first, step);

@@ -5,45 +5,20 @@
 // in   delta, residual [T, 2048] bf16; weight [2048] f32
 // out  residual in place; normed in panels of panel.cuh, rows 0 to T - 1 of panel_rows
 //
-// launch   grid ceil(T / 8), 256 threads: a warp a row
+// launch   prefill_norm: grid ceil(T / 8), 256 threads, a warp a row; prefill_norm_few: grid T, 256 threads, a block a
+//          row. Both give the same bits
 // order    that of Norm in gemv.cuh, so the bits are those of decode: a lane squares and adds 8 values in
 //          order, 32 lanes add by shuffles, the 8 sums of a row are added in order
-// bound    memory: 16 KiB a row; 134 MB at T = 8,192 took 37 us on an H200, 3.6 TB/s, whatever the block size was
-// PDL      waits before its first read; what follows reads its output, so it triggers at once
+// bound    memory: 16 KiB a row; 134 MB at T = 8,192 took 37 us on an H200, 3.6 TB/s, whatever the block size was. Few
+//          rows: latency
+// PDL      waits before it reads what kernels wrote; what follows reads its output, so it triggers at once
 #include "args_prefill_rows.h"
-#include "common.cuh"
-#include "gemv.cuh"
-#include "panel.cuh"
+#include "panel_norm.cuh"
 
 namespace {
-
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kParts = kHidden / 8;  // of 16 bytes, in a row
-constexpr int kPanelParts = 8;
-
-// A lane holds columns 8 q to 8 q + 7 of a panel, q = lane % 8: words q / 2 of the four parts 4 (q % 2) + i. Afterwards
-// it holds part 4 (q % 2) + q / 2 whole: a transposition of 4 x 4 words among the lanes of the same q % 2.
-__device__ __forceinline__ uint4 part_of_panel(const uint4& words, int lane) {
-    uint32_t w[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int bit = 1; bit <= 2; bit *= 2) {
-        const bool upper = lane / 2 & bit;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & bit) continue;
-            // The lower lane gives its word i + bit for the upper one's word i.
-            const uint32_t got = __shfl_xor_sync(~0u, upper ? w[i] : w[i + bit], 2 * bit);
-            if (upper) {
-                w[i] = got;
-            } else {
-                w[i + bit] = got;
-            }
-        }
-    }
-    return make_uint4(w[0], w[1], w[2], w[3]);
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads) prefill_norm(const __grid_constant__ PrefillNormArgs args) {
@@ -72,15 +47,26 @@ extern "C" __global__ void __launch_bounds__(kThreads) prefill_norm(const __grid
     const float scale = 1.0f / sqrtf(total / kHidden + args.eps);
 
     const float4* weight = reinterpret_cast<const float4*>(args.weight);
-    const int q = lane % 8, part = (4 * (q % 2) + q / 2) ^ row % 8;
-    uint4* normed = reinterpret_cast<uint4*>(args.normed) + size_t(row) * kPanelParts + part;
+    uint4* normed = reinterpret_cast<uint4*>(args.normed);
 #pragma unroll
     for (int group = 0; group < kNormWarps; ++group) {
         const float4 low = weight[2 * (32 * group + lane)], high = weight[2 * (32 * group + lane) + 1];
         const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int i = 0; i < 8; ++i) s[group][i] = w[i] * (s[group][i] * scale);
-        const int panel = 4 * group + lane / 8;
-        normed[size_t(panel) * args.panel_rows * kPanelParts] = part_of_panel(pack_8(s[group]), lane);
+        normed[part_at(args.panel_rows, row, group, lane)] = part_of_panel(pack_8(s[group]), lane);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(BlockNorm::kThreads)
+    prefill_norm_few(const __grid_constant__ PrefillNormArgs args) {
+    __shared__ float4 sums[kNormWarps / 4];
+    const uint32_t row = blockIdx.x;
+    const BlockNorm norm(args.weight);
+    pdl_wait();
+    pdl_launch();
+    const size_t at = size_t(row) * BlockNorm::kThreads + threadIdx.x;
+    uint4* residual = reinterpret_cast<uint4*>(args.residual);
+    norm.finish(reinterpret_cast<const uint4*>(args.delta)[at], residual[at], sums, residual,
+                reinterpret_cast<uint4*>(args.normed), args.panel_rows, row, args.eps);
 }

@@ -162,7 +162,7 @@ __device__ __forceinline__ void prefill_wide(const typename Work::Args& args) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         pdl_wait();
         pdl_launch();
-        if (threadIdx.x == Shape::kConsumers) bring(ring, work, first, step);
+        if (threadIdx.x / 32 == Shape::kConsumers / 32 && elect_one()) bring(ring, work, first, step);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int lane = threadIdx.x % 32, strip = Ending::strip(threadIdx.x / 32);

@@ -16,8 +16,10 @@ use flint_rs::{
     },
     gpu::Buffer,
     kernels::{
+        PrefillNormArgs,
         decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN},
         prefill::*,
+        prefill_norm_launch,
     },
     tiles::TileFormat,
     weights::SwiGlu,
@@ -271,7 +273,7 @@ fn run_moe(
     way: Way,
     x: &[f32],
     logits: &[f32],
-    shared: &[f32],
+    shared_rows: &[f32],
     pdl: bool,
 ) -> Outcome {
     let rows = x.len() / HIDDEN;
@@ -281,7 +283,7 @@ fn run_moe(
     let [choices_len, act_len, y_len, delta_len] =
         [rows * CHOSEN * 4, sorted_rows * EXPERT_WIDTH * 2, sorted_rows * HIDDEN * 2, rows * HIDDEN * 2];
     let (logits, x) = (gpu.f32s(&logit_parts(logits)), gpu.upload(&bf16_bytes(&panels(x, HIDDEN))));
-    let shared = gpu.bf16s(shared);
+    let shared = gpu.bf16s(shared_rows);
     let [chosen, weights, sorted] = [(); 3].map(|()| gpu.poisoned(choices_len));
     let [masks, places] = [(); 2].map(|()| gpu.poisoned(masks_len));
     let (tiles, n_tiles) = (gpu.poisoned(tiles_len), gpu.poisoned(4));
@@ -340,6 +342,36 @@ fn run_moe(
         rows: rows as u32,
         reserved: 0,
     };
+    // The norm of the next layer, in the same kernel and behind it; the shared rows serve as the residual stream.
+    let norm_weight: Vec<f32> = (0..HIDDEN).map(|i| 0.5 + (i % 77) as f32 / 64.0).collect();
+    let norm_weight = gpu.f32s(&norm_weight);
+    let residuals = [(); 2].map(|()| gpu.upload(&bf16_bytes(shared_rows)));
+    let panels_len = panel_rows * HIDDEN * 2;
+    let normed = [(); 2].map(|()| gpu.poisoned(panels_len));
+    let combine_norm = PrefillCombineNormArgs {
+        y: y.address(),
+        sorted: sorted.address(),
+        weights: weights.address(),
+        shared: shared.address(),
+        residual: residuals[0].address(),
+        norm_weight: norm_weight.address(),
+        normed: normed[0].address(),
+        rows: rows as u32,
+        panel_rows: panel_rows as u32,
+        eps: 1e-6,
+        reserved: 0,
+    };
+    let norm = PrefillNormArgs {
+        delta: delta.address(),
+        residual: residuals[1].address(),
+        weight: norm_weight.address(),
+        normed: normed[1].address(),
+        rows: rows as u32,
+        panel_rows: panel_rows as u32,
+        eps: 1e-6,
+        reserved: 0,
+    };
+    let (norm_kernel, norm_launch) = prefill_norm_launch(rows);
     let products = products(gpu);
     let (up_kernel, up_launch) = products.experts(&PREFILL_EXPERTS_UP, format, way, rows);
     let (down_kernel, down_launch) = products.experts(&PREFILL_EXPERTS_DOWN, format, way, rows);
@@ -347,11 +379,19 @@ fn run_moe(
     unsafe {
         gpu.launch(PREFILL_ROUTE, prefill_route_launch(rows), pdl, &route);
         gpu.launch(PREFILL_GROUP, prefill_group_launch(rows), pdl, &group);
-        gpu.launch(PREFILL_GATHER, prefill_gather_launch(rows), pdl, &gather);
+        // Of few rows both kernels, in turn.
+        let (few, launch) = prefill_gather_launch(rows);
+        gpu.launch(if pdl { few } else { PREFILL_GATHER }, launch, pdl, &gather);
         gpu.launch(up_kernel, up_launch, pdl, &up);
         gpu.launch(down_kernel, down_launch, pdl, &down);
         gpu.launch(PREFILL_COMBINE, prefill_combine_launch(rows), pdl, &combine);
+        gpu.launch(PREFILL_COMBINE_NORM, prefill_combine_norm_launch(rows), pdl, &combine_norm);
+        gpu.launch(norm_kernel, norm_launch, pdl, &norm);
     }
+    let [at_once, behind] = residuals.map(|residual| residual.download().unwrap());
+    assert!(at_once == behind, "{rows} rows: residual");
+    let [at_once, behind] = normed.map(|panels| output(&panels, panels_len));
+    assert!(at_once == behind, "{rows} rows: normed");
     output(&masks, masks_len);
     output(&places, masks_len);
     output(&gathered, y_len);
@@ -447,7 +487,7 @@ fn moe_layer() {
     let (gpu, mut random) = (Gpu::open(), Random::fresh());
     for kind in FORMATS {
         let moe = Moe::new(&gpu, &mut random, kind.0, kind.1);
-        for rows in [1, 8, 9, 63, 65, 1000] {
+        for rows in [1, 8, 9, 63, 65, 256, 1000] {
             let logits = random.normals(rows * EXPERTS);
             check_moe(&gpu, &mut random, kind, &moe, &logits);
         }

@@ -11,13 +11,13 @@ use cpu_support::Random;
 use flint_rs::{
     cpu::{Precision, reference::rms_norm_residual},
     kernels::{
-        GENERAL_NORM, GeneralNormArgs, PREFILL_EMBED, PREFILL_NORM, PrefillEmbedArgs, PrefillNormArgs, decode::HIDDEN,
-        prefill_embed_launch, prefill_norm_launch,
+        GENERAL_NORM, GeneralNormArgs, PREFILL_EMBED, PREFILL_NORM, PREFILL_NORM_FEW, PrefillEmbedArgs,
+        PrefillNormArgs, decode::HIDDEN, prefill_embed_launch, prefill_norm_launch,
     },
 };
 use kernel_support::{Gpu, POISON, assert_close, bf16_step, output, rms, to_bf16s};
 
-const ROWS: [usize; 7] = [1, 7, 8, 9, 64, 131, 1000];
+const ROWS: [usize; 8] = [1, 7, 8, 9, 64, 131, 1000, 1025];
 
 /// Byte of input `column` of row `row` in panels of `panel_rows`, as `cuda/panel.cuh` says.
 fn panel_byte(panel_rows: usize, row: usize, column: usize) -> usize {
@@ -96,8 +96,10 @@ fn norm_fills_panels_with_the_bits_of_decode() {
             eps: EPS,
             reserved: 0,
         };
+        let (kernel, launch) = prefill_norm_launch(rows);
+        assert_eq!(kernel, if rows <= 1000 { PREFILL_NORM_FEW } else { PREFILL_NORM });
         // SAFETY: as above.
-        unsafe { gpu.launch(PREFILL_NORM, prefill_norm_launch(rows), true, &args) };
+        unsafe { gpu.launch(kernel, launch, true, &args) };
         assert!(residual_in.download().unwrap() == residual_out, "{rows} rows: residual");
         let panels = output(&panels, panel_rows * HIDDEN * 2);
         let mut found = Vec::with_capacity(len);

@@ -31,9 +31,8 @@ fn many_rows_take_the_products_of_prefill_and_the_attention_of_decode() {
         Output, Qkv, Router, Sample, SharedDown, SharedUp,
     };
     let plan = plan(LIMITS);
-    let dense = [Norm, Qkv, Attention, Output, Norm, DenseUp, DenseDown];
+    let dense = [Qkv, Attention, Output, Norm, DenseUp, DenseDown, Norm];
     let moe = [
-        Norm,
         Qkv,
         Attention,
         Output,
@@ -48,16 +47,24 @@ fn many_rows_take_the_products_of_prefill_and_the_attention_of_decode() {
         SharedDown,
         Combine,
     ];
-    let mut expected = vec![Embed];
+    let mut expected = vec![Embed, Norm];
     for layer in &plan.config().layers {
         expected.extend(if layer.mlp == Mlp::Dense { &dense[..] } else { &moe });
     }
     for rows in [9, 64, 256] {
         assert_eq!(operations(&steps(&plan, rows, Ending::Nothing)), expected);
-        assert_eq!(operations(&steps(&plan, rows, Ending::Logits))[expected.len()..], [Norm, LmHead]);
+        assert_eq!(operations(&steps(&plan, rows, Ending::Logits))[expected.len()..], [LmHead]);
         let all = steps(&plan, rows, Ending::Token);
-        assert_eq!(operations(&all)[expected.len()..], [Norm, LmHead, Sample]);
-        assert_eq!(all.len(), 1 + 2 * 7 + 47 * 14 + 3);
+        assert_eq!(operations(&all)[expected.len()..], [LmHead, Sample]);
+        assert_eq!(all.len(), 2 + 2 * 7 + 47 * 13 + 2);
+        // The last layer's output goes through the final norm only if logits follow.
+        let combined = |ending| {
+            let steps = steps(&plan, rows, ending);
+            let combines = steps.iter().rfind(|step| step.operation == Combine);
+            combines.map(|step| step.kernel.symbol)
+        };
+        assert_eq!(combined(Ending::Nothing), Some(c"prefill_combine"));
+        assert_eq!(combined(Ending::Logits), Some(c"prefill_combine_norm"));
         for step in &all {
             assert!(step.kernel.pdl, "{:?}", step.operation);
             let name = step.kernel.symbol.to_str().unwrap();
@@ -65,9 +72,11 @@ fn many_rows_take_the_products_of_prefill_and_the_attention_of_decode() {
             assert!(name.starts_with(if decode { "decode_" } else { "prefill_" }), "{name}");
         }
     }
-    // The experts' kernels read the tiles before they wait: one kernel stands between them and who wrote these.
+    // What reads before it waits: one kernel stands between it and who wrote that.
     let order = operations(&steps(&plan, 9, Ending::Nothing));
-    assert!(order.windows(2).all(|pair| pair != [Group, ExpertsUp]));
+    for too_close in [[Group, ExpertsUp], [Choose, Gather], [Gather, Combine]] {
+        assert!(order.windows(2).all(|pair| pair != too_close));
+    }
 }
 
 #[test]
@@ -114,7 +123,25 @@ fn hand_over(args: &Args, rows: u64) -> [Vec<(u64, u64)>; 2] {
             let reads = [Some((a.qkv, row(5120))), rope].into_iter().flatten().collect();
             [reads, vec![(a.attn, u64::from(a.panel_rows) * 8192)]]
         }
-        Args::PrefillCombine(a) => [vec![], vec![(a.delta, row(2048))]],
+        Args::PrefillCombine(a) => [vec![(a.y, 0), (a.shared, 0)], vec![(a.delta, row(2048))]],
+        Args::PrefillCombineNorm(a) => {
+            let residual = (a.residual, row(2048));
+            let normed = (a.normed, u64::from(a.panel_rows) * 4096);
+            [vec![(a.y, 0), (a.shared, 0), (a.sorted, 0), (a.weights, 0), residual], vec![residual, normed]]
+        }
+        Args::PrefillRoute(a) => [
+            vec![(a.logits, 0)],
+            vec![(a.experts, rows * 24), (a.weights, rows * 24), (a.masks, rows.div_ceil(32) * 1024)],
+        ],
+        Args::PrefillGroup(a) => {
+            let tiles = (a.tiles, 16 * (256 + 6 * rows / u64::from(a.most_columns)));
+            [vec![(a.masks, 0)], vec![(a.places, rows.div_ceil(32) * 1024), tiles, (a.n_tiles, 4)]]
+        }
+        Args::PrefillGather(a) => {
+            let out = (a.out, u64::from(a.sorted_rows) * 4096);
+            [vec![(a.x, 0), (a.experts, 0), (a.masks, 0)], vec![(a.sorted, rows * 24), out]]
+        }
+        Args::PrefillExperts(a) => [vec![(a.x, 0), (a.tiles, 0), (a.n_tiles, 0)], vec![(a.out, 0)]],
         _ => [vec![], vec![]],
     }
 }

@@ -73,10 +73,17 @@ pub static IMAGES: &[Image] = &[
     image!("prefill_experts", [], [], [prefill::PREFILL_EXPERTS_UP, prefill::PREFILL_EXPERTS_DOWN]),
     image!("prefill_kv", [kernels::PREFILL_KV], []),
     image!("prefill_linear", [], [], [prefill::PREFILL_LINEAR, prefill::PREFILL_LOGITS, prefill::PREFILL_SWIGLU]),
-    image!("prefill_norm", [kernels::PREFILL_NORM], []),
+    image!("prefill_norm", [kernels::PREFILL_NORM, kernels::PREFILL_NORM_FEW], []),
     image!(
         "prefill_route",
-        [prefill::PREFILL_ROUTE, prefill::PREFILL_GROUP, prefill::PREFILL_GATHER, prefill::PREFILL_COMBINE],
+        [
+            prefill::PREFILL_ROUTE,
+            prefill::PREFILL_GROUP,
+            prefill::PREFILL_GATHER,
+            prefill::PREFILL_GATHER_FEW,
+            prefill::PREFILL_COMBINE,
+            prefill::PREFILL_COMBINE_NORM,
+        ],
         []
     ),
     image!("repack", [kernels::REPACK_NVFP4, kernels::REPACK_BF16], []),

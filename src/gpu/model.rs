@@ -334,6 +334,7 @@ impl GpuModel {
             GeneralSwiglu,
             PrefillAttention,
             PrefillCombine,
+            PrefillCombineNorm,
             PrefillEmbed,
             PrefillExperts,
             PrefillGather,

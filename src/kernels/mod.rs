@@ -86,6 +86,7 @@ pub enum Args {
     GeneralSwiglu(GeneralSwigluArgs),
     PrefillAttention(PrefillAttentionArgs),
     PrefillCombine(prefill::PrefillCombineArgs),
+    PrefillCombineNorm(prefill::PrefillCombineNormArgs),
     PrefillEmbed(PrefillEmbedArgs),
     PrefillExperts(prefill::PrefillExpertsArgs),
     PrefillGather(prefill::PrefillGatherArgs),

@@ -22,6 +22,10 @@ const TILE_PANELS: usize = TILE_COLS / PANEL;
 const PANEL_ROW_BYTES: usize = 2 * PANEL;
 /// Rows that share a mask of choices.
 const MASK_ROWS: usize = 32;
+/// Rows that a block of [`PREFILL_ROUTE`] routes.
+const ROUTE_ROWS: usize = 8;
+/// Most rows of [`PREFILL_GATHER_FEW`].
+const FEW_ROWS: usize = 256;
 /// Most rows that a block of [`PREFILL_GATHER`] copies, and how many rows that pays for.
 const GATHER_ROWS: usize = 8;
 const GATHER_SINGLY: usize = 1024;
@@ -112,7 +116,7 @@ pub struct PrefillGroupArgs {
     pub most_columns: u32,
 }
 
-/// The argument of [`PREFILL_GATHER`].
+/// The argument of [`PREFILL_GATHER`] and [`PREFILL_GATHER_FEW`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PrefillGatherArgs {
@@ -122,7 +126,7 @@ pub struct PrefillGatherArgs {
     pub experts: u64,
     /// `[ceil(T / 32), 256]` u32.
     pub masks: u64,
-    /// `[ceil(T / 32), 256]` u32.
+    /// `[ceil(T / 32), 256]` u32; not of [`PREFILL_GATHER_FEW`].
     pub places: u64,
     /// `[T, 6]` u32, written: the sorted row of each choice.
     pub sorted: u64,
@@ -144,7 +148,7 @@ pub struct PrefillGatherArgs {
 pub struct PrefillCombineArgs {
     /// `[sorted_rows, 2048]` bf16.
     pub y: u64,
-    /// `[T, 6]` u32.
+    /// `[T, 6]` u32. Read before the kernel in front has ended, as `weights` is: another has to stand between.
     pub sorted: u64,
     /// `[T, 6]` f32.
     pub weights: u64,
@@ -154,6 +158,35 @@ pub struct PrefillCombineArgs {
     pub delta: u64,
     /// T.
     pub rows: u32,
+    /// Fills the struct.
+    pub reserved: u32,
+}
+
+/// The argument of [`PREFILL_COMBINE_NORM`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PrefillCombineNormArgs {
+    /// `[sorted_rows, 2048]` bf16.
+    pub y: u64,
+    /// `[T, 6]` u32. Read before the kernel in front has ended, as `weights` and `residual` are: another has to stand
+    /// between.
+    pub sorted: u64,
+    /// `[T, 6]` f32.
+    pub weights: u64,
+    /// `[T, 2048]` bf16, output of the shared expert.
+    pub shared: u64,
+    /// `[T, 2048]` bf16, replaced by the sum with the layer's output.
+    pub residual: u64,
+    /// `[2048]` f32.
+    pub norm_weight: u64,
+    /// Panels `[32, panel_rows, 64]` bf16, written.
+    pub normed: u64,
+    /// T.
+    pub rows: u32,
+    /// Rows of a panel of `normed`.
+    pub panel_rows: u32,
+    /// Epsilon of the norm.
+    pub eps: f32,
     /// Fills the struct.
     pub reserved: u32,
 }
@@ -173,6 +206,9 @@ const _: () = assert!(
         && offset_of!(PrefillGatherArgs, rows) == 48
         && size_of::<PrefillCombineArgs>() == 48
         && offset_of!(PrefillCombineArgs, rows) == 40
+        && size_of::<PrefillCombineNormArgs>() == 72
+        && offset_of!(PrefillCombineNormArgs, rows) == 56
+        && offset_of!(PrefillCombineNormArgs, eps) == 64
 );
 
 /// Sorted rows of T rows: each expert's begin at a multiple of eight.
@@ -206,8 +242,7 @@ pub struct Product {
     /// By format (NVFP4, BF16), then as `ways`.
     kernels: [&'static [Kernel]; 2],
     ending: Ending,
-    /// Blocks of [`Way::Narrow`] that share a unit.
-    split: usize,
+    experts: bool,
 }
 
 /// What is kept in shared memory when a unit ends.
@@ -229,6 +264,13 @@ impl Product {
         self.ways
     }
 
+    /// Blocks of [`Way::Narrow`] that share a unit: few strips are to give many multiprocessors work. The LM head has
+    /// more, and a stage of its x serves more of them.
+    fn split(&self, format: TileFormat, way: Way) -> usize {
+        let head = self.ending == Ending::F32Rows && format == TileFormat::Nvfp4;
+        if self.experts || head && way == Way::Narrow(64) { 1 } else { 2 }
+    }
+
     fn kernel(&self, format: TileFormat, way: Way) -> Kernel {
         let index = self.ways.iter().position(|&other| other == way).expect("a way of this product");
         self.kernels[usize::from(format == TileFormat::Bf16)][index]
@@ -236,7 +278,7 @@ impl Product {
 }
 
 macro_rules! product {
-    ($(#[$doc:meta])* $product:ident, $name:literal, $args:ty, $ending:ident, $split:literal,
+    ($(#[$doc:meta])* $product:ident, $name:literal, $args:ty, $ending:ident, $experts:literal,
      [$($way:expr => $suffix:literal),*]) => {
         $(#[$doc])*
         pub static $product: Product = Product {
@@ -246,7 +288,7 @@ macro_rules! product {
                 &[$(product!(@ $name, "_bf16_", $suffix, $args)),*],
             ],
             ending: Ending::$ending,
-            split: $split,
+            experts: $experts,
         };
     };
     (@ $name:literal, $format:literal, $suffix:literal, $args:ty) => {
@@ -256,14 +298,14 @@ macro_rules! product {
             pdl: true,
         }
     };
-    ($(#[$doc:meta])* linear $product:ident, $name:literal, $ending:ident, $split:literal) => {
-        product!($(#[$doc])* $product, $name, PrefillLinearArgs, $ending, $split, [
+    ($(#[$doc:meta])* linear $product:ident, $name:literal, $ending:ident) => {
+        product!($(#[$doc])* $product, $name, PrefillLinearArgs, $ending, false, [
             Way::Wide(256) => "256", Way::Wide(128) => "128", Way::Narrow(64) => "64", Way::Narrow(16) => "16",
             Way::AnyCard => "mma"
         ]);
     };
     ($(#[$doc:meta])* experts $product:ident, $name:literal, $ending:ident) => {
-        product!($(#[$doc])* $product, $name, PrefillExpertsArgs, $ending, 1, [
+        product!($(#[$doc])* $product, $name, PrefillExpertsArgs, $ending, true, [
             Way::Wide(256) => "256", Way::Narrow(64) => "64", Way::Narrow(16) => "16", Way::AnyCard => "mma"
         ]);
     };
@@ -271,13 +313,13 @@ macro_rules! product {
 
 product!(
     /// To rows of bf16.
-    linear PREFILL_LINEAR, "prefill_linear", Bf16Rows, 2);
+    linear PREFILL_LINEAR, "prefill_linear", Bf16Rows);
 product!(
     /// To rows of f32.
-    linear PREFILL_LOGITS, "prefill_logits", F32Rows, 1);
+    linear PREFILL_LOGITS, "prefill_logits", F32Rows);
 product!(
     /// Gate and up, to panels of activations.
-    linear PREFILL_SWIGLU, "prefill_swiglu", SwigluPanels, 2);
+    linear PREFILL_SWIGLU, "prefill_swiglu", SwigluPanels);
 product!(
     /// The routed experts' first half.
     experts PREFILL_EXPERTS_UP, "prefill_experts_up", SwigluPanels);
@@ -294,9 +336,16 @@ pub const PREFILL_GROUP: Kernel =
 /// Copies rows to their experts.
 pub const PREFILL_GATHER: Kernel =
     Kernel { symbol: c"prefill_gather", args_bytes: size_of::<PrefillGatherArgs>(), pdl: true };
+/// The same, for up to 256 rows: it needs nothing of [`PREFILL_GROUP`], and runs beside it. What is older than that has to
+/// have ended.
+pub const PREFILL_GATHER_FEW: Kernel =
+    Kernel { symbol: c"prefill_gather_few", args_bytes: size_of::<PrefillGatherArgs>(), pdl: true };
 /// The output of a MoE layer.
 pub const PREFILL_COMBINE: Kernel =
     Kernel { symbol: c"prefill_combine", args_bytes: size_of::<PrefillCombineArgs>(), pdl: true };
+/// The same, and the residual add and norm behind it.
+pub const PREFILL_COMBINE_NORM: Kernel =
+    Kernel { symbol: c"prefill_combine_norm", args_bytes: size_of::<PrefillCombineNormArgs>(), pdl: true };
 
 /// Picks kernels for a card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -361,18 +410,18 @@ impl Products {
     fn nanoseconds(self, product: &Product, format: TileFormat, way: Way, args: &PrefillLinearArgs) -> usize {
         let bf16 = format == TileFormat::Bf16;
         // A chunk of 64 inputs of a unit, and its beginning and end.
-        let (chunk, ends) = match (way, product.split) {
+        let (chunk, ends) = match (way, product.split(format, way)) {
             (Way::Wide(256), _) => (if bf16 { 760 } else { 630 }, 2500),
             (Way::Wide(_), _) => (if bf16 { 600 } else { 440 }, 2000),
-            (Way::Narrow(64), 1) => (if bf16 { 400 } else { 300 }, 1500),
-            (Way::Narrow(_), 1) => (if bf16 { 330 } else { 365 }, 1500),
-            (Way::Narrow(64), _) => (if bf16 { 280 } else { 184 }, 1500),
-            (Way::Narrow(_), _) => (if bf16 { 240 } else { 140 }, 1500),
+            (Way::Narrow(64), 1) => (270, 1500),
+            (Way::Narrow(64), _) => (if bf16 { 200 } else { 148 }, 1500),
+            (Way::Narrow(_), _) => (if bf16 { 130 } else { 95 }, 1500),
             (Way::AnyCard, _) => (500, 2500),
         };
         let shape = Shape::of(product, format, way);
-        let waves = shape.units(args).div_ceil(self.at_once(shape));
-        waves * (TILE_PANELS * args.k_tiles as usize * chunk + ends)
+        // Two blocks of a multiprocessor take twice as long.
+        let waves = shape.units(args).div_ceil((self.processors / shape.together).max(1));
+        waves * TILE_PANELS * args.k_tiles as usize * chunk + waves.div_ceil(shape.blocks) * ends
     }
 
     /// The launch of [`PREFILL_LINEAR`], [`PREFILL_LOGITS`] or [`PREFILL_SWIGLU`] in one of its ways.
@@ -462,15 +511,15 @@ impl Shape {
                 Self { columns, threads: 256 + 128, blocks: 1, cluster: 2, together: 2, shared_bytes }
             }
             Way::Narrow(_) => {
-                let split = product.split;
+                let split = product.split(format, way);
                 let (chunks, piece) = match format {
                     TileFormat::Nvfp4 => (TILE_PANELS, format.tile_bytes()),
                     TileFormat::Bf16 => (TILE_PANELS / 4, format.tile_bytes() / 4),
                 };
                 let strips = UNIT_STRIPS / split;
-                let blocks = if columns <= 16 && split == 1 { 2 } else { 1 };
+                let blocks = if columns <= 16 && (split == 1 || format == TileFormat::Nvfp4) { 2 } else { 1 };
                 let stage = chunks * columns * PANEL_ROW_BYTES + strips * piece;
-                let stages = ((208 << 10) / blocks / stage).min(8);
+                let stages = ((208 << 10) / blocks / stage).min(12);
                 let shared_bytes = stages * (stage + 16) + ending / split;
                 Self { columns, threads: 32 * strips + 32, blocks, cluster: 1, together: split, shared_bytes }
             }
@@ -491,8 +540,8 @@ impl Shape {
 pub fn prefill_route_launch(rows: usize) -> Launch {
     let masks = rows.div_ceil(MASK_ROWS);
     Launch {
-        grid: [masks as u32, 1, 1],
-        block: 1024,
+        grid: [(masks * (MASK_ROWS / ROUTE_ROWS)) as u32, 1, 1],
+        block: 32 * ROUTE_ROWS as u32,
         shared_bytes: 0,
         bytes: (4 * (rows * (PARTS * EXPERTS + 2 * CHOSEN) + masks * EXPERTS)) as u64,
     }
@@ -504,20 +553,30 @@ pub fn prefill_group_launch(rows: usize) -> Launch {
     Launch { grid: [1, 1, 1], block: 1024, shared_bytes: 0, bytes }
 }
 
-/// The launch of [`PREFILL_GATHER`] for T rows.
-pub fn prefill_gather_launch(rows: usize) -> Launch {
+/// The kernel that copies T rows to their experts, and its launch.
+pub fn prefill_gather_launch(rows: usize) -> (Kernel, Launch) {
     let blocks = if rows <= GATHER_SINGLY { rows } else { rows.div_ceil(GATHER_ROWS) };
-    Launch {
+    let launch = Launch {
         grid: [blocks as u32, 1, 1],
         block: 256,
         shared_bytes: 0,
         bytes: (rows * (1 + CHOSEN) * 2 * HIDDEN) as u64,
-    }
+    };
+    (if rows <= FEW_ROWS { PREFILL_GATHER_FEW } else { PREFILL_GATHER }, launch)
+}
+
+fn combine_launch(rows: usize, row_parts: usize) -> Launch {
+    Launch { grid: [rows as u32, 1, 1], block: 256, shared_bytes: 0, bytes: (rows * row_parts * 2 * HIDDEN) as u64 }
 }
 
 /// The launch of [`PREFILL_COMBINE`] for T rows.
 pub fn prefill_combine_launch(rows: usize) -> Launch {
-    Launch { grid: [rows as u32, 1, 1], block: 256, shared_bytes: 0, bytes: (rows * (2 + CHOSEN) * 2 * HIDDEN) as u64 }
+    combine_launch(rows, CHOSEN + 2)
+}
+
+/// The launch of [`PREFILL_COMBINE_NORM`] for T rows.
+pub fn prefill_combine_norm_launch(rows: usize) -> Launch {
+    combine_launch(rows, CHOSEN + 4)
 }
 
 #[cfg(test)]

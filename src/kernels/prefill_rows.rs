@@ -6,6 +6,8 @@ use super::{Kernel, Launch, decode::HIDDEN};
 
 /// Rows of a thread block, one a warp.
 const ROWS: usize = 8;
+/// Most rows of [`PREFILL_NORM_FEW`]: with a block each the multiprocessors of an H200 hold so many at once.
+const FEW_ROWS: usize = 1024;
 
 /// The embeddings of a chunk's tokens.
 pub const PREFILL_EMBED: Kernel =
@@ -13,6 +15,9 @@ pub const PREFILL_EMBED: Kernel =
 /// Residual add and RMS norm, into panels.
 pub const PREFILL_NORM: Kernel =
     Kernel { symbol: c"prefill_norm", args_bytes: size_of::<PrefillNormArgs>(), pdl: true };
+/// The same with a block a row.
+pub const PREFILL_NORM_FEW: Kernel =
+    Kernel { symbol: c"prefill_norm_few", args_bytes: size_of::<PrefillNormArgs>(), pdl: true };
 
 /// The argument of [`PREFILL_EMBED`]. Device addresses, multiples of 16; T rows of D = 2048.
 #[repr(C)]
@@ -32,7 +37,7 @@ pub struct PrefillEmbedArgs {
     pub reserved: u32,
 }
 
-/// The argument of [`PREFILL_NORM`].
+/// The argument of [`PREFILL_NORM`] and [`PREFILL_NORM_FEW`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PrefillNormArgs {
@@ -73,9 +78,13 @@ pub fn prefill_embed_launch(rows: usize) -> Launch {
     launch(rows, 3 * 2 * HIDDEN)
 }
 
-/// The launch of [`PREFILL_NORM`].
-pub fn prefill_norm_launch(rows: usize) -> Launch {
-    launch(rows, 4 * 2 * HIDDEN)
+/// The kernel for so many rows, and its launch.
+pub fn prefill_norm_launch(rows: usize) -> (Kernel, Launch) {
+    let many = launch(rows, 4 * 2 * HIDDEN);
+    if rows > FEW_ROWS {
+        return (PREFILL_NORM, many);
+    }
+    (PREFILL_NORM_FEW, Launch { grid: [rows as u32, 1, 1], ..many })
 }
 
 #[cfg(test)]
@@ -86,9 +95,15 @@ mod tests {
     fn every_row_has_a_warp() {
         for (rows, blocks) in [(1, 1), (8, 1), (9, 2), (8192, 1024)] {
             assert_eq!(prefill_embed_launch(rows).grid, [blocks, 1, 1]);
-            assert_eq!(prefill_norm_launch(rows).grid, [blocks, 1, 1]);
         }
+        let (kernel, launch) = prefill_norm_launch(8192);
         // Delta and residual in, residual and normed out.
-        assert_eq!(prefill_norm_launch(8192).bytes, 8192 * 16384);
+        assert_eq!((kernel, launch.grid, launch.bytes), (PREFILL_NORM, [1024, 1, 1], 8192 * 16384));
+    }
+
+    #[test]
+    fn few_rows_have_a_block_each() {
+        let (kernel, launch) = prefill_norm_launch(64);
+        assert_eq!((kernel, launch.grid, launch.block), (PREFILL_NORM_FEW, [64, 1, 1], 256));
     }
 }

@@ -1,7 +1,10 @@
 //! Steps of more sequences than the kernels of decode hold, on the fast path: one new token each, through the products of
 //! prefill and the attention of decode.
 
-use super::{Bases, Buffers, Ending, FastWeights, Plan, Step, fast, prefill};
+use super::{
+    Bases, Buffers, Ending, FastWeights, Plan, Step, fast,
+    prefill::{self, Norm},
+};
 use crate::tiles::TileFormat;
 
 /// The launches of a step of 9 to 256 rows without its sampler, see [`Plan::steps`].
@@ -19,15 +22,16 @@ pub(super) fn steps(
     let (rows, b) = (decode.buffers, &many.buffers);
     decode.buffers = Buffers { delta: b.delta, residual: b.residual, qkv: b.qkv, attn: b.attn, ..rows };
     decode.panel_rows = many.panel_rows();
-    let mut steps = vec![decode.embed(weights)];
+    let mut steps = vec![decode.embed(weights), many.norm(Norm::of(weights, 0))];
     for (index, (layer, cache)) in weights.layers.iter().zip(plan.cache(bases)).enumerate() {
-        many.qkv(index, layer, &mut steps);
+        steps.push(many.qkv(index, layer));
         steps.push(decode.attention(index, layer, &cache));
         steps.push(many.output(index, layer));
-        many.mlp(index, layer, &mut steps);
+        let last = index + 1 == weights.layers.len() && ending == Ending::Nothing;
+        many.mlp(index, layer, (!last).then(|| Norm::of(weights, index + 1)), &mut steps);
     }
     if ending != Ending::Nothing {
-        steps.extend(many.logits(weights, rows.logits));
+        steps.push(many.logits(weights, rows.logits));
     }
     steps
 }

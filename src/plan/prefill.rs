@@ -6,13 +6,14 @@ use super::{
 };
 use crate::{
     kernels::{
-        Args, Kernel, Launch, PREFILL_EMBED, PREFILL_KV, PREFILL_NORM, PrefillAttention, PrefillAttentionArgs,
-        PrefillEmbedArgs, PrefillKvArgs, PrefillNormArgs, PrefillTile,
+        Args, Kernel, Launch, PREFILL_EMBED, PREFILL_KV, PrefillAttention, PrefillAttentionArgs, PrefillEmbedArgs,
+        PrefillKvArgs, PrefillNormArgs, PrefillTile,
         decode::EXPERTS,
         prefill::{
-            self, PREFILL_COMBINE, PREFILL_GATHER, PREFILL_GROUP, PREFILL_ROUTE, PrefillCombineArgs,
-            PrefillExpertsArgs, PrefillGatherArgs, PrefillGroupArgs, PrefillLinearArgs, PrefillRouteArgs, Products,
-            ROWS_STEP, prefill_combine_launch, prefill_gather_launch, prefill_group_launch, prefill_route_launch,
+            self, PREFILL_COMBINE, PREFILL_COMBINE_NORM, PREFILL_GROUP, PREFILL_ROUTE, PrefillCombineArgs,
+            PrefillCombineNormArgs, PrefillExpertsArgs, PrefillGatherArgs, PrefillGroupArgs, PrefillLinearArgs,
+            PrefillRouteArgs, Products, ROWS_STEP, prefill_combine_launch, prefill_combine_norm_launch,
+            prefill_gather_launch, prefill_group_launch, prefill_route_launch,
         },
         prefill_embed_launch, prefill_kv_launch, prefill_norm_launch,
     },
@@ -51,12 +52,13 @@ pub(super) fn steps(
 ) -> Vec<Step> {
     let tiles = tiles(parts);
     let builder = Builder::new(plan, format, bases, parts.iter().map(|part| part.tokens).sum());
-    let mut steps = vec![builder.embed(weights)];
+    let mut steps = vec![builder.embed(weights), builder.norm(Norm::of(weights, 0))];
     for (index, (layer, cache)) in weights.layers.iter().zip(plan.cache(bases)).enumerate() {
         builder.keys(index, layer, &cache, &tiles, &mut steps);
-        if logits || index + 1 < weights.layers.len() {
+        let next = (index + 1 < weights.layers.len()).then(|| Norm::of(weights, index + 1));
+        if logits || next.is_some() {
             builder.attention(index, layer, &cache, &tiles, &mut steps);
-            builder.mlp(index, layer, &mut steps);
+            builder.mlp(index, layer, next, &mut steps);
         }
     }
     steps
@@ -75,7 +77,23 @@ pub(super) fn logits_steps(
     let before = (2 * first * plan.config.hidden_size) as u64;
     builder.buffers.delta += before;
     builder.buffers.residual += before;
-    builder.logits(weights, builder.buffers.logits).into()
+    let norm = builder.norm(Norm::of(weights, weights.layers.len()));
+    vec![norm, builder.logits(weights, builder.buffers.logits)]
+}
+
+/// The norm in front of a layer, or behind the last.
+#[derive(Clone, Copy)]
+pub(super) struct Norm {
+    layer: usize,
+    /// Offset of its weight.
+    weight: u64,
+}
+
+impl Norm {
+    pub fn of(weights: &FastWeights, layer: usize) -> Self {
+        let weight = weights.layers.get(layer).map_or(weights.final_norm, |layer| layer.attn_norm);
+        Self { layer, weight }
+    }
 }
 
 fn step(operation: Operation, layer: usize, (kernel, launch): (Kernel, Launch), args: Args) -> Step {
@@ -126,7 +144,7 @@ impl<'a> Builder<'a> {
         step(Operation::Embed, 0, launch, Args::PrefillEmbed(args))
     }
 
-    fn norm(&self, layer: usize, weight: u64) -> Step {
+    pub fn norm(&self, Norm { layer, weight }: Norm) -> Step {
         let b = &self.buffers;
         let args = PrefillNormArgs {
             delta: b.delta,
@@ -138,8 +156,7 @@ impl<'a> Builder<'a> {
             eps: self.plan.config.rms_norm_eps,
             reserved: 0,
         };
-        let launch = (PREFILL_NORM, prefill_norm_launch(self.rows));
-        step(Operation::Norm, layer, launch, Args::PrefillNorm(args))
+        step(Operation::Norm, layer, prefill_norm_launch(self.rows), Args::PrefillNorm(args))
     }
 
     /// A product of `strips` strips over `inputs` inputs, with one scale for all of it: 1.
@@ -189,17 +206,16 @@ impl<'a> Builder<'a> {
     }
 
     /// q, k and v of a layer, as projected.
-    pub fn qkv(&self, index: usize, layer: &FastLayer, steps: &mut Vec<Step>) {
+    pub fn qkv(&self, index: usize, layer: &FastLayer) -> Step {
         let (b, config) = (&self.buffers, &self.plan.config);
-        steps.push(self.norm(index, layer.attn_norm));
         let (d, qkv) = (config.hidden_size, (config.n_heads + 2 * config.n_kv_heads) * config.head_dim);
-        steps.push(self.linear(Operation::Qkv, index, (b.normed, d), layer.qkv, (b.qkv, qkv)));
+        self.linear(Operation::Qkv, index, (b.normed, d), layer.qkv, (b.qkv, qkv))
     }
 
     /// A layer up to its keys and values.
     fn keys(&self, index: usize, layer: &FastLayer, cache: &LayerCache, tiles: &[PrefillTile], steps: &mut Vec<Step>) {
         let (b, config, w) = (&self.buffers, &self.plan.config, self.weights);
-        self.qkv(index, layer, steps);
+        steps.push(self.qkv(index, layer));
         let args = PrefillKvArgs {
             qkv: b.qkv,
             kv: cache.kv,
@@ -255,17 +271,22 @@ impl<'a> Builder<'a> {
         self.linear(Operation::Output, index, (b.attn, heads), layer.output, (b.delta, d))
     }
 
-    pub fn mlp(&self, index: usize, layer: &FastLayer, steps: &mut Vec<Step>) {
+    /// What is behind a layer's attention, and the norm `next`.
+    pub fn mlp(&self, index: usize, layer: &FastLayer, next: Option<Norm>, steps: &mut Vec<Step>) {
         let (b, config) = (&self.buffers, &self.plan.config);
         let d = config.hidden_size;
-        steps.push(self.norm(index, layer.mlp_norm));
+        steps.push(self.norm(Norm { layer: index, weight: layer.mlp_norm }));
         match &layer.mlp {
             FastMlp::Dense { up, down } => {
                 let width = config.dense_intermediate_size;
                 steps.push(self.swiglu(Operation::DenseUp, index, *up, b.act_dense, width));
                 steps.push(self.linear(Operation::DenseDown, index, (b.act_dense, width), *down, (b.delta, d)));
+                steps.extend(next.map(|norm| self.norm(norm)));
             }
-            FastMlp::Moe { .. } => self.moe(index, &layer.mlp, steps),
+            FastMlp::Moe { .. } => {
+                self.moe(index, &layer.mlp, steps);
+                steps.push(self.combine(index, next));
+            }
         }
     }
 
@@ -275,9 +296,6 @@ impl<'a> Builder<'a> {
         };
         let (b, config, w, format) = (&self.buffers, &self.plan.config, self.weights, self.format);
         let (d, shared) = (config.hidden_size, config.shared_intermediate_size);
-        let (rows, panel_rows) = (self.rows as u32, self.panel_rows() as u32);
-        let sorted_rows = prefill::sorted_rows(self.rows) as u32;
-        let columns = self.products.expert_columns(self.rows);
 
         // Below each other, so that more multiprocessors have a unit; the choice adds their logits.
         let parts = PARTS * EXPERTS;
@@ -289,18 +307,48 @@ impl<'a> Builder<'a> {
             experts: b.chosen,
             weights: b.chosen_weights,
             masks: b.masks,
-            rows,
+            rows: self.rows as u32,
             reserved: 0,
         };
         let launch = (PREFILL_ROUTE, prefill_route_launch(self.rows));
         steps.push(step(Operation::Choose, index, launch, Args::PrefillRoute(args)));
+        self.sort(index, steps);
+        let up = PrefillExpertsArgs {
+            x: b.sorted_rows,
+            weights: w + up.tiles,
+            scales: w + up.scales,
+            out: b.act,
+            tiles: b.expert_tiles,
+            n_tiles: b.n_expert_tiles,
+            sorted_rows: prefill::sorted_rows(self.rows) as u32,
+            reserved: 0,
+        };
+        let launch = self.products.experts_up(format, self.rows);
+        steps.push(step(Operation::ExpertsUp, index, launch, Args::PrefillExperts(up)));
+        let down =
+            PrefillExpertsArgs { x: b.act, weights: w + down.tiles, scales: w + down.scales, out: b.sorted_rows, ..up };
+        let launch = self.products.experts_down(format, self.rows);
+        steps.push(step(Operation::ExpertsDown, index, launch, Args::PrefillExperts(down)));
+
+        steps.push(self.swiglu(Operation::SharedUp, index, *shared_up, b.act_shared, shared));
+        let args = self.linear_args(b.act_shared, w + shared_down, d / TILE_ROWS, shared, (b.shared, d));
+        let args = PrefillLinearArgs { scale: *shared_down_scale, ..args };
+        steps.push(step(Operation::SharedDown, index, self.products.linear(format, &args), Args::PrefillLinear(args)));
+    }
+
+    /// The tokens' rows in the order of their experts, and the tiles over them.
+    fn sort(&self, index: usize, steps: &mut Vec<Step>) {
+        let b = &self.buffers;
+        let (rows, panel_rows) = (self.rows as u32, self.panel_rows() as u32);
+        let sorted_rows = prefill::sorted_rows(self.rows) as u32;
+        let most_columns = self.products.expert_columns(self.rows);
         let args = PrefillGroupArgs {
             masks: b.masks,
             places: b.places,
             tiles: b.expert_tiles,
             n_tiles: b.n_expert_tiles,
             rows,
-            most_columns: columns,
+            most_columns,
         };
         let launch = (PREFILL_GROUP, prefill_group_launch(self.rows));
         steps.push(step(Operation::Group, index, launch, Args::PrefillGroup(args)));
@@ -316,49 +364,50 @@ impl<'a> Builder<'a> {
             sorted_rows,
             reserved: 0,
         };
-        let launch = (PREFILL_GATHER, prefill_gather_launch(self.rows));
-        steps.push(step(Operation::Gather, index, launch, Args::PrefillGather(args)));
-        let up = PrefillExpertsArgs {
-            x: b.sorted_rows,
-            weights: w + up.tiles,
-            scales: w + up.scales,
-            out: b.act,
-            tiles: b.expert_tiles,
-            n_tiles: b.n_expert_tiles,
-            sorted_rows,
-            reserved: 0,
-        };
-        let launch = self.products.experts_up(format, self.rows);
-        steps.push(step(Operation::ExpertsUp, index, launch, Args::PrefillExperts(up)));
-        let down =
-            PrefillExpertsArgs { x: b.act, weights: w + down.tiles, scales: w + down.scales, out: b.sorted_rows, ..up };
-        let launch = self.products.experts_down(format, self.rows);
-        steps.push(step(Operation::ExpertsDown, index, launch, Args::PrefillExperts(down)));
+        steps.push(step(Operation::Gather, index, prefill_gather_launch(self.rows), Args::PrefillGather(args)));
+    }
 
-        steps.push(self.swiglu(Operation::SharedUp, index, *shared_up, b.act_shared, shared));
-        let args = self.linear_args(b.act_shared, w + shared_down, d / TILE_ROWS, shared, (b.shared, d));
-        let args = PrefillLinearArgs { scale: *shared_down_scale, ..args };
-        steps.push(step(Operation::SharedDown, index, self.products.linear(format, &args), Args::PrefillLinear(args)));
-        let args = PrefillCombineArgs {
+    /// The output of a MoE layer, and the norm `next` of it.
+    fn combine(&self, index: usize, next: Option<Norm>) -> Step {
+        let b = &self.buffers;
+        let rows = self.rows as u32;
+        let Some(norm) = next else {
+            let args = PrefillCombineArgs {
+                y: b.sorted_rows,
+                sorted: b.sorted,
+                weights: b.chosen_weights,
+                shared: b.shared,
+                delta: b.delta,
+                rows,
+                reserved: 0,
+            };
+            let launch = (PREFILL_COMBINE, prefill_combine_launch(self.rows));
+            return step(Operation::Combine, index, launch, Args::PrefillCombine(args));
+        };
+        let args = PrefillCombineNormArgs {
             y: b.sorted_rows,
             sorted: b.sorted,
             weights: b.chosen_weights,
             shared: b.shared,
-            delta: b.delta,
+            residual: b.residual,
+            norm_weight: self.weights + norm.weight,
+            normed: b.normed,
             rows,
+            panel_rows: self.panel_rows() as u32,
+            eps: self.plan.config.rms_norm_eps,
             reserved: 0,
         };
-        let launch = (PREFILL_COMBINE, prefill_combine_launch(self.rows));
-        steps.push(step(Operation::Combine, index, launch, Args::PrefillCombine(args)));
+        let launch = (PREFILL_COMBINE_NORM, prefill_combine_norm_launch(self.rows));
+        step(Operation::Combine, index, launch, Args::PrefillCombineNorm(args))
     }
 
-    /// Final norm, and `[rows, V]` f32 at `out`.
-    pub fn logits(&self, weights: &FastWeights, out: u64) -> [Step; 2] {
+    /// `[rows, V]` f32 at `out`, behind the final norm.
+    pub fn logits(&self, weights: &FastWeights, out: u64) -> Step {
         let (b, config, w) = (&self.buffers, &self.plan.config, self.weights);
         let (index, vocab, d) = (weights.layers.len(), config.vocab_size, config.hidden_size);
         let args = self.linear_args(b.normed, w + weights.lm_head.tiles, vocab / TILE_ROWS, d, (out, vocab));
         let args = PrefillLinearArgs { scales: w + weights.lm_head.scales, ..args };
         let launch = self.products.logits(self.format, &args);
-        [self.norm(index, weights.final_norm), step(Operation::LmHead, index, launch, Args::PrefillLinear(args))]
+        step(Operation::LmHead, index, launch, Args::PrefillLinear(args))
     }
 }
