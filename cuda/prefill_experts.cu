@@ -13,6 +13,7 @@
 // bound    tensor cores; with few rows an expert, the weights' bytes
 // PDL      the first weights are requested before the wait (sm_90a): the tiles are older than the kernel that this one
 //          waits for
+#include "prefill_few.cuh"
 #include "prefill_mma.cuh"
 #include "prefill_narrow.cuh"
 #include "prefill_wgmma.cuh"
@@ -20,6 +21,8 @@
 namespace {
 using UpWork = ExpertsWork<64, 4, true>;
 using DownWork = ExpertsWork<128, 1, false>;
+using FewUp = FewWork<64, 4, 128, 4, true>;
+using FewDown = FewWork<128, 1, 128, 2, false>;
 }  // namespace
 
 #define WIDE(NAME, FORMAT, STREAM, ENDING, WORK, N, ...)                                                    \
@@ -32,18 +35,23 @@ using DownWork = ExpertsWork<128, 1, false>;
         NAME##_##FORMAT##_##N(const __grid_constant__ PrefillExpertsArgs args) {                              \
         prefill_narrow<PIECE, ENDING, WORK, N, 1, __VA_ARGS__>(args);                                         \
     }
+#define FEW(NAME, FORMAT, PIECE, WORK)                                                      \
+    extern "C" __global__ void __launch_bounds__(Few<PIECE>::kThreads, Few<PIECE>::kBlocks) \
+        NAME##_##FORMAT##_few(const __grid_constant__ PrefillExpertsArgs args) {            \
+        prefill_few<PIECE, WORK>(args);                                                     \
+    }
 #define ANY_CARD(NAME, FORMAT, STREAM, ENDING, WORK)                                  \
     extern "C" __global__ void __launch_bounds__(AnyCard::kThreads, AnyCard::kBlocks) \
         NAME##_##FORMAT##_mma(const __grid_constant__ PrefillExpertsArgs args) {      \
         prefill_any_card<STREAM<8>, ENDING, WORK>(args);                              \
     }
-#define PRODUCT(NAME, FORMAT, STREAM, PIECE, ENDING, WORK)                                       \
+#define PRODUCT(NAME, FORMAT, STREAM, PIECE, ENDING, WORK, FEW_WORK)                             \
     WIDE(NAME, FORMAT, STREAM, ENDING, WORK, 256, 256, 224, 208, 192, 176, 160, 128, 96, 64, 32) \
     NARROW(NAME, FORMAT, PIECE, ENDING, WORK, 64, 64, 32, 16, 8)                                 \
-    NARROW(NAME, FORMAT, PIECE, ENDING, WORK, 16, 16, 8)                                         \
+    FEW(NAME, FORMAT, PIECE, FEW_WORK)                                                           \
     ANY_CARD(NAME, FORMAT, STREAM, ENDING, WORK)
 
-PRODUCT(prefill_experts_up, nvfp4, Nvfp4Stream, Nvfp4Piece, SwigluPanels, UpWork)
-PRODUCT(prefill_experts_up, bf16, Bf16Stream, Bf16Piece, SwigluPanels, UpWork)
-PRODUCT(prefill_experts_down, nvfp4, Nvfp4Stream, Nvfp4Piece, Bf16Rows, DownWork)
-PRODUCT(prefill_experts_down, bf16, Bf16Stream, Bf16Piece, Bf16Rows, DownWork)
+PRODUCT(prefill_experts_up, nvfp4, Nvfp4Stream, Nvfp4Piece, SwigluPanels, UpWork, FewUp)
+PRODUCT(prefill_experts_up, bf16, Bf16Stream, Bf16Piece, SwigluPanels, UpWork, FewUp)
+PRODUCT(prefill_experts_down, nvfp4, Nvfp4Stream, Nvfp4Piece, Bf16Rows, DownWork, FewDown)
+PRODUCT(prefill_experts_down, bf16, Bf16Stream, Bf16Piece, Bf16Rows, DownWork, FewDown)

@@ -16,7 +16,7 @@ use flint_rs::{
     },
     gpu::Buffer,
     kernels::{
-        decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN},
+        decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN, SHARED_WIDTH},
         prefill::*,
     },
     tiles::TileFormat,
@@ -212,16 +212,21 @@ struct Moe {
     experts: Vec<SwiGlu>,
     gate_up: [Buffer; 2],
     down: [Buffer; 2],
+    shared: SwiGlu,
+    shared_gate_up: [Buffer; 2],
+    shared_down: Buffer,
+    shared_scale: f32,
 }
 
 impl Moe {
     fn new(gpu: &Gpu, random: &mut Random, kind: Kind, format: TileFormat) -> Self {
-        let expert = |random: &mut Random| SwiGlu {
-            gate: matrix(random, kind, EXPERT_WIDTH, HIDDEN),
-            up: matrix(random, kind, EXPERT_WIDTH, HIDDEN),
-            down: matrix(random, kind, HIDDEN, EXPERT_WIDTH),
+        let expert = |random: &mut Random, width: usize| SwiGlu {
+            gate: matrix(random, kind, width, HIDDEN),
+            up: matrix(random, kind, width, HIDDEN),
+            down: matrix(random, kind, HIDDEN, width),
         };
-        let experts: Vec<SwiGlu> = (0..DISTINCT).map(|_| expert(random)).collect();
+        let experts: Vec<SwiGlu> = (0..DISTINCT).map(|_| expert(random, EXPERT_WIDTH)).collect();
+        let shared = expert(random, SHARED_WIDTH);
         let all = |parts: Vec<Packed>, scales: usize| {
             let turns = || (0..EXPERTS).map(|e| &parts[e % DISTINCT]);
             let tiles: Vec<u8> = turns().flat_map(|p| p.tiles.iter().copied()).collect();
@@ -230,7 +235,17 @@ impl Moe {
         };
         let gate_up = all(experts.iter().map(|e| Packed::gate_up(format, &e.gate, &e.up)).collect(), 2);
         let down = all(experts.iter().map(|e| Packed::plain(format, &[&e.down])).collect(), 1);
-        Self { experts, gate_up, down }
+        let [shared_up, shared_down] =
+            [Packed::gate_up(format, &shared.gate, &shared.up), Packed::plain(format, &[&shared.down])];
+        Self {
+            experts,
+            gate_up,
+            down,
+            shared,
+            shared_gate_up: [gpu.upload(&shared_up.tiles), gpu.f32s(&shared_up.scales)],
+            shared_down: gpu.upload(&shared_down.tiles),
+            shared_scale: shared_down.scales[0],
+        }
     }
 }
 
@@ -241,6 +256,8 @@ struct Outcome {
     weights: Vec<f32>,
     act: Vec<f32>,
     y: Vec<f32>,
+    act_shared: Vec<f32>,
+    y_shared: Vec<f32>,
     delta: Vec<f32>,
 }
 
@@ -276,6 +293,8 @@ fn run_moe(
     let [masks, places] = [(); 2].map(|()| gpu.poisoned(masks_len));
     let (tiles, n_tiles) = (gpu.poisoned(tiles_len), gpu.poisoned(4));
     let [gathered, act, y, delta] = [y_len, act_len, y_len, delta_len].map(|len| gpu.poisoned(len));
+    let act_shared_len = panel_rows * SHARED_WIDTH * 2;
+    let [act_shared, y_shared] = [act_shared_len, delta_len].map(|len| gpu.poisoned(len));
     let route = PrefillRouteArgs {
         logits: logits.address(),
         experts: chosen.address(),
@@ -304,6 +323,7 @@ fn run_moe(
         sorted_rows: sorted_rows as u32,
         reserved: 0,
     };
+    let shared_rows = if way == Way::Few { rows as u32 } else { 0 };
     let up = PrefillExpertsArgs {
         x: gathered.address(),
         weights: moe.gate_up[0].address(),
@@ -312,14 +332,48 @@ fn run_moe(
         tiles: tiles.address(),
         n_tiles: n_tiles.address(),
         sorted_rows: sorted_rows as u32,
-        reserved: 0,
+        shared_rows,
+        shared_x: x.address(),
+        shared_weights: moe.shared_gate_up[0].address(),
+        shared_scales: moe.shared_gate_up[1].address(),
+        shared_out: act_shared.address(),
+        panel_rows: panel_rows as u32,
+        shared_scale: f32::NAN,
     };
     let down = PrefillExpertsArgs {
         x: act.address(),
         weights: moe.down[0].address(),
         scales: moe.down[1].address(),
         out: y.address(),
+        shared_x: act_shared.address(),
+        shared_weights: moe.shared_down.address(),
+        shared_scales: 0,
+        shared_out: y_shared.address(),
+        shared_scale: moe.shared_scale,
         ..up
+    };
+    let shared_up = PrefillLinearArgs {
+        x: x.address(),
+        weights: up.shared_weights,
+        scales: up.shared_scales,
+        out: act_shared.address(),
+        rows: rows as u32,
+        panel_rows: panel_rows as u32,
+        strips: 2 * SHARED_WIDTH as u32 / 16,
+        k_tiles: HIDDEN as u32 / 512,
+        out_stride: panel_rows as u32,
+        scale: f32::NAN,
+    };
+    let shared_down = PrefillLinearArgs {
+        x: act_shared.address(),
+        weights: down.shared_weights,
+        scales: 0,
+        out: y_shared.address(),
+        strips: HIDDEN as u32 / 16,
+        k_tiles: SHARED_WIDTH as u32 / 512,
+        out_stride: HIDDEN as u32,
+        scale: moe.shared_scale,
+        ..shared_up
     };
     let combine = PrefillCombineArgs {
         y: y.address(),
@@ -340,6 +394,12 @@ fn run_moe(
         gpu.launch(PREFILL_GATHER, prefill_gather_launch(rows), pdl, &gather);
         gpu.launch(up_kernel, up_launch, pdl, &up);
         gpu.launch(down_kernel, down_launch, pdl, &down);
+        if way != Way::Few {
+            let (kernel, launch) = products.swiglu(format, &shared_up);
+            gpu.launch(kernel, launch, pdl, &shared_up);
+            let (kernel, launch) = products.linear(format, &shared_down);
+            gpu.launch(kernel, launch, pdl, &shared_down);
+        }
         gpu.launch(PREFILL_COMBINE, prefill_combine_launch(rows), pdl, &combine);
     }
     output(&masks, masks_len);
@@ -355,11 +415,16 @@ fn run_moe(
         most_columns,
     );
     let y = to_bf16s(&output(&y, y_len));
+    let act_shared = output(&act_shared, act_shared_len);
+    let padding = from_panels(&act_shared, panel_rows, SHARED_WIDTH, rows..panel_rows);
+    assert!(padding.iter().all(|x| x.is_nan()), "rows that no token owns were written");
     Outcome {
         chosen,
         weights: to_f32s(&output(&weights, choices_len)),
         act: from_panels(&output(&act, act_len), sorted_rows, EXPERT_WIDTH, sorted.iter().map(|&row| row as usize)),
         y: sorted.iter().flat_map(|&row| &y[row as usize * HIDDEN..][..HIDDEN]).copied().collect(),
+        act_shared: from_panels(&act_shared, panel_rows, SHARED_WIDTH, 0..rows),
+        y_shared: to_bf16s(&output(&y_shared, delta_len)),
         delta: to_bf16s(&output(&delta, delta_len)),
     }
 }
@@ -396,13 +461,28 @@ fn check_moe(gpu: &Gpu, random: &mut Random, kind: (Kind, TileFormat), moe: &Moe
             let alone =
                 run_moe(gpu, with, way, &part(&x, HIDDEN), &part(logits, EXPERTS), &part(&shared, HIDDEN), true);
             assert!(alone.act == part(&found.act, CHOSEN * EXPERT_WIDTH), "{way:?}: act of row {row} of {rows} alone");
+            assert!(
+                alone.y_shared == part(&found.y_shared, HIDDEN),
+                "{way:?}: shared expert of row {row} of {rows} alone"
+            );
             assert!(alone.delta == part(&found.delta, HIDDEN), "{way:?}: row {row} of {rows} alone");
         }
     }
     let routes = Routes::from_logits(logits, EXPERTS, CHOSEN);
+    let check = |expert: &SwiGlu, x: &[f32], act: &[f32], y: &[f32]| {
+        let exact = swiglu_act(expert, x, Float32, &cancel).unwrap();
+        let spread = rms(&exact);
+        assert_close("act", act, &exact, |i| SPREAD * spread + 0.51 * bf16_step(exact[i]));
+        // From the kernel's own activations, so that their rounding is not counted twice.
+        let exact = project(&expert.down, act, Float32, &cancel).unwrap();
+        let spread = rms(&exact);
+        assert_close("y", y, &exact, |i| SPREAD * spread + 0.51 * bf16_step(exact[i]));
+    };
     // The reference is slow: not all of many rows.
     for row in (0..rows).step_by(rows.div_ceil(40)) {
         let x = &x[row * HIDDEN..][..HIDDEN];
+        let act_shared = &found.act_shared[row * SHARED_WIDTH..][..SHARED_WIDTH];
+        check(&moe.shared, x, act_shared, &found.y_shared[row * HIDDEN..][..HIDDEN]);
         let mut chosen: Vec<(usize, f32)> = routes.of(row).collect();
         chosen.sort_unstable_by_key(|&(e, _)| e);
         let mut routed = vec![0f32; HIDDEN];
@@ -411,15 +491,8 @@ fn check_moe(gpu: &Gpu, random: &mut Random, kind: (Kind, TileFormat), moe: &Moe
             assert_eq!(found.chosen[at] as usize, e, "row {row}, slot {slot}");
             // An exponential and two divisions of the card.
             assert!((found.weights[at] - weight).abs() <= 1e-6, "row {row}, slot {slot}: {weight}");
-            let expert = &moe.experts[e % DISTINCT];
-            let exact = swiglu_act(expert, x, Float32, &cancel).unwrap();
-            let act = &found.act[at * EXPERT_WIDTH..][..EXPERT_WIDTH];
-            let spread = rms(&exact);
-            assert_close("act", act, &exact, |i| SPREAD * spread + 0.51 * bf16_step(exact[i]));
-            // From the kernel's own activations, so that their rounding is not counted twice.
-            let exact = project(&expert.down, act, Float32, &cancel).unwrap();
-            let (y, spread) = (&found.y[at * HIDDEN..][..HIDDEN], rms(&exact));
-            assert_close("y", y, &exact, |i| SPREAD * spread + 0.51 * bf16_step(exact[i]));
+            let y = &found.y[at * HIDDEN..][..HIDDEN];
+            check(&moe.experts[e % DISTINCT], x, &found.act[at * EXPERT_WIDTH..][..EXPERT_WIDTH], y);
             for (sum, &y) in routed.iter_mut().zip(y) {
                 *sum = found.weights[at].mul_add(y, *sum);
             }

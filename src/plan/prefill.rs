@@ -318,7 +318,7 @@ impl<'a> Builder<'a> {
         };
         let launch = (PREFILL_GATHER, prefill_gather_launch(self.rows));
         steps.push(step(Operation::Gather, index, launch, Args::PrefillGather(args)));
-        let up = PrefillExpertsArgs {
+        let mut up = PrefillExpertsArgs {
             x: b.sorted_rows,
             weights: w + up.tiles,
             scales: w + up.scales,
@@ -326,19 +326,30 @@ impl<'a> Builder<'a> {
             tiles: b.expert_tiles,
             n_tiles: b.n_expert_tiles,
             sorted_rows,
-            reserved: 0,
+            ..PrefillExpertsArgs::default()
         };
+        let mut down =
+            PrefillExpertsArgs { x: b.act, weights: w + down.tiles, scales: w + down.scales, out: b.sorted_rows, ..up };
+        let together = self.products.experts_share(self.rows);
+        if together {
+            (up.shared_rows, up.panel_rows) = (rows, panel_rows);
+            (up.shared_x, up.shared_out) = (b.normed, b.act_shared);
+            (up.shared_weights, up.shared_scales) = (w + shared_up.tiles, w + shared_up.scales);
+            (down.shared_rows, down.panel_rows) = (rows, panel_rows);
+            (down.shared_x, down.shared_out) = (b.act_shared, b.shared);
+            (down.shared_weights, down.shared_scale) = (w + shared_down, *shared_down_scale);
+        }
         let launch = self.products.experts_up(format, self.rows);
         steps.push(step(Operation::ExpertsUp, index, launch, Args::PrefillExperts(up)));
-        let down =
-            PrefillExpertsArgs { x: b.act, weights: w + down.tiles, scales: w + down.scales, out: b.sorted_rows, ..up };
         let launch = self.products.experts_down(format, self.rows);
         steps.push(step(Operation::ExpertsDown, index, launch, Args::PrefillExperts(down)));
-
-        steps.push(self.swiglu(Operation::SharedUp, index, *shared_up, b.act_shared, shared));
-        let args = self.linear_args(b.act_shared, w + shared_down, d / TILE_ROWS, shared, (b.shared, d));
-        let args = PrefillLinearArgs { scale: *shared_down_scale, ..args };
-        steps.push(step(Operation::SharedDown, index, self.products.linear(format, &args), Args::PrefillLinear(args)));
+        if !together {
+            steps.push(self.swiglu(Operation::SharedUp, index, *shared_up, b.act_shared, shared));
+            let args = self.linear_args(b.act_shared, w + shared_down, d / TILE_ROWS, shared, (b.shared, d));
+            let args = PrefillLinearArgs { scale: *shared_down_scale, ..args };
+            let launch = self.products.linear(format, &args);
+            steps.push(step(Operation::SharedDown, index, launch, Args::PrefillLinear(args)));
+        }
         let args = PrefillCombineArgs {
             y: b.sorted_rows,
             sorted: b.sorted,
