@@ -50,8 +50,9 @@ struct PrefillExpertsArgs {
     __nv_bfloat16* shared_out;      // up: panels [16, panel_rows, 64]; down: [T, 2048]
     uint32_t panel_rows;            // a multiple of 8, at least T
     float shared_scale;             // down
+    uint32_t* counter;              // of prefill_experts_*_few: [1], zero between launches
 };
-static_assert(sizeof(PrefillExpertsArgs) == 96 && offsetof(PrefillExpertsArgs, sorted_rows) == 48 &&
+static_assert(sizeof(PrefillExpertsArgs) == 104 && offsetof(PrefillExpertsArgs, sorted_rows) == 48 &&
               offsetof(PrefillExpertsArgs, shared_x) == 56 && offsetof(PrefillExpertsArgs, panel_rows) == 88);
 
 // prefill_route: the choice of experts.

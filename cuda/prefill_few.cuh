@@ -1,10 +1,11 @@
 // The experts' products where each has few rows: what counts is that weights stream from memory without a gap.
 //
-// Every warp multiplies strips of its own, whose pieces it brings itself, two ahead, past the caches into shared memory;
-// no warp waits for another's weights. The 16 warps of a block share the columns: pages of 8 columns and 512 inputs,
-// which one thread brings. Each block has the same share of all strips, in one run, so that columns are brought once for
-// many strips. The shared expert's strips, over all rows, come first. A sum is one accumulator over the inputs in order,
-// as everywhere.
+// Every warp multiplies strips of its own, whose pieces it brings itself, two ahead, past the caches into shared
+// memory; no warp waits for another's weights. The 16 warps of a block share the columns: pages of 8 columns and 512
+// inputs, which one thread brings. A block begins with its share of three quarters of all strips, in one run, so that
+// columns are brought once for many strips. The rest is dealt out in short ranges to whoever is done: multiprocessors
+// get unequal shares of the bandwidth. The shared expert's strips, over all rows, come first. A sum is one accumulator
+// over the inputs in order, as everywhere, so it does not matter who makes it.
 #pragma once
 
 #include "bulk.cuh"
@@ -23,6 +24,15 @@ struct Few {
     static constexpr int kPageBytes = kChunks * kPanelBytes;
     static constexpr int kSlotsAt = kPages * kPageBytes;
     static constexpr int kBarriersAt = kSlotsAt + kWarps * kSlots * Piece::kBytes;
+    // Ranges that are remembered: the fastest warp is at most as many ahead of the slowest as there are pages, and
+    // requests weights of two more.
+    static constexpr uint32_t kRanges = 16;
+    static constexpr int kRangesAt = kBarriersAt + 8 * (2 * kPages + kWarps * kSlots + kRanges);
+};
+
+// Strips begin to end - 1.
+struct Range {
+    uint32_t begin, end;
 };
 
 // Strips that have their columns in common: those of a tile of an expert.
@@ -32,8 +42,8 @@ struct Columns {
     uint32_t rows;    // columns that are written
     uint32_t groups;  // of 8 columns
     uint32_t k_tiles;
-    size_t row;     // of x and of the output, the first column's
-    size_t panel;   // rows of a panel of x, and of the output where that is panels
+    size_t row;    // of x and of the output, the first column's
+    size_t panel;  // rows of a panel of x, and of the output where that is panels
     const uint8_t* x;
     uint8_t* out;
     bool shared;  // of the shared expert
@@ -44,17 +54,20 @@ template <int kStrips, int kTiles, int kSharedStrips, int kSharedTiles, bool kPa
 struct FewWork {
     static constexpr uint32_t kMost = 16;
     static constexpr bool kPanels = kPairs;  // of the output
+    // Strips that are dealt out at once: four tiles for each warp, or two.
+    static constexpr uint32_t kDealt = kTiles == 1 ? 32 : 16;
     const PrefillExpertsArgs& args;
     uint32_t n_shared;  // strips of the shared expert, of all its tiles
 
     __device__ __forceinline__ explicit FewWork(const PrefillExpertsArgs& args)
         : args(args), n_shared((args.shared_rows + kMost - 1) / kMost * kSharedStrips) {}
-    // The first strip of block `block`: a strip of the shared expert costs as many as its inputs are longer.
-    __device__ __forceinline__ uint32_t begin(uint32_t block, uint32_t blocks) const {
+    // The first of strips that cost `cost`: one of the shared expert costs as many as its inputs are longer.
+    __device__ __forceinline__ uint32_t at_cost(uint32_t cost) const {
         constexpr uint32_t kCost = kSharedTiles / kTiles;
-        const uint32_t n_routed = *args.n_tiles * kStrips;
-        const uint32_t at = (kCost * n_shared + n_routed) * block / blocks;
-        return at < kCost * n_shared ? (at + kCost - 1) / kCost : at - kCost * n_shared + n_shared;
+        return cost < kCost * n_shared ? (cost + kCost - 1) / kCost : cost - kCost * n_shared + n_shared;
+    }
+    __device__ __forceinline__ uint32_t cost() const {
+        return kSharedTiles / kTiles * n_shared + *args.n_tiles * kStrips;
     }
     __device__ __forceinline__ Columns columns(uint32_t strip) const {
         if (strip < n_shared) {
@@ -110,34 +123,81 @@ struct FewWork {
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
+// The ranges of a block: its share, then what is dealt out to it. An empty one is the last.
+template <typename Shape, typename Work>
+struct Ranges {
+    const Work& work;
+    Range* ranges;        // [kRanges]
+    uint32_t* known;      // how many were asked for
+    uint32_t barriers;    // shared address, one for each
+    uint32_t dealt, end;  // strips that are dealt out
+
+    __device__ __forceinline__ Range get(uint32_t i) const {
+        barrier_wait(barrier(i), (i - 1) / Shape::kRanges % 2);
+        return ranges[i % Shape::kRanges];
+    }
+    // The same by a warp that needs a range's weights: the first one asks for it.
+    __device__ __forceinline__ Range demand(uint32_t i, bool leader) const {
+        if (leader && atomicCAS(known, i, i + 1) == i) {
+            const uint32_t n = (end - dealt + Work::kDealt - 1) / Work::kDealt;
+            const uint32_t taken = atomicAdd(work.args.counter, 1u);
+            // Every block asks once in vain; the last to do so leaves the counter as it was.
+            if (taken == n + gridDim.x - 1) *work.args.counter = 0;
+            const uint32_t begin = min(dealt + taken * Work::kDealt, end);
+            ranges[i % Shape::kRanges] = {begin, min(begin + Work::kDealt, end)};
+            barrier_arrive(barrier(i), 0);
+        }
+        __syncwarp();
+        return get(i);
+    }
+
+private:
+    // The block's share, range 0, needs none.
+    __device__ __forceinline__ uint32_t barrier(uint32_t i) const { return barriers + (i - 1) % Shape::kRanges * 8; }
+};
+
 // A warp's weights on their way: pieces of the strips that it takes, kSlots of them requested.
 template <typename Shape, typename Piece, typename Work>
 struct Pieces {
-    const Work& work;
+    const Ranges<Shape, Work>& ranges;
     uint32_t slots, barriers;  // shared addresses, this warp's
-    uint32_t strip, end;       // of what is requested next
-    uint32_t left = 0;         // pieces of that strip
+    uint32_t range = 0;        // of what is requested next
+    uint32_t strip, end;
+    uint32_t left = 0;  // pieces of that strip
+    bool more = true;   // ranges
     const uint8_t* from = nullptr;
     uint32_t slot = 0, parity = 0;  // of what is multiplied next
 
-    __device__ __forceinline__ Pieces(const Work& work, uint32_t slots, uint32_t barriers, uint32_t first, uint32_t end)
-        : work(work), slots(slots), barriers(barriers), strip(first), end(end) {
+    __device__ __forceinline__ Pieces(const Ranges<Shape, Work>& ranges, Range first, uint32_t slots, uint32_t barriers)
+        : ranges(ranges), slots(slots), barriers(barriers), strip(first.begin + threadIdx.x / 32), end(first.end) {
         find();
     }
-    // By one lane, into the slot that was used up last, or one that never was.
-    __device__ __forceinline__ void request(uint32_t slot, bool leader) {
-        if (left == 0) return;
+    // Into the slot that was used up last, or one that never was.
+    __device__ __forceinline__ bool request(uint32_t slot, bool leader) {
+        if (left == 0) return false;
         if (leader) {
             barrier_expect(barriers + 8 * slot, Piece::kBytes);
             bulk_copy(slots + slot * Piece::kBytes, from, Piece::kBytes, barriers + 8 * slot);
         }
         from += Piece::kBytes;
-        if (--left > 0) return;
-        strip += Shape::kWarps;
-        find();
+        if (--left == 0) {
+            strip += Shape::kWarps;
+            find();
+        }
+        return true;
+    }
+    // Goes to ranges that were dealt out, where nothing is left of the one before; not before the wait.
+    __device__ __forceinline__ void look_further(bool leader) {
+        while (left == 0 && more) {
+            const Range next = ranges.demand(++range, leader);
+            strip = next.begin + threadIdx.x / 32, end = next.end;
+            more = next.begin < next.end;
+            find();
+        }
     }
     __device__ __forceinline__ void wait() const { barrier_wait(barriers + 8 * slot, parity); }
     __device__ __forceinline__ void advance(bool leader) {
+        look_further(leader);
         request(slot, leader);
         if (++slot == Shape::kSlots) slot = 0, parity ^= 1;
     }
@@ -146,7 +206,7 @@ private:
     __device__ __forceinline__ void find() {
         if (strip >= end) return;
         uint32_t tiles;
-        from = work.weights(strip, Piece::kTilePieces * Piece::kBytes, tiles);
+        from = ranges.work.weights(strip, Piece::kTilePieces * Piece::kBytes, tiles);
         left = Piece::kTilePieces * tiles;
     }
 };
@@ -172,8 +232,8 @@ __device__ __forceinline__ void load_parts(uint32_t (&b)[4], uint32_t address) {
                  : "r"(address));
 }
 
-// The sums of a strip over G groups of 8 columns; `page` is the first of its columns, `last` says that no other strip of
-// this warp needs them.
+// The sums of a strip over G groups of 8 columns; `page` is the first of its columns, `last` says that no other strip
+// of this warp needs them.
 template <int G, typename Shape, typename Piece, typename Work>
 __device__ __forceinline__ void multiply_strip(float (&d)[G][4], Pieces<Shape, Piece, Work>& pieces,
                                                const Pages<Shape>& pages, const uint8_t* slots, uint32_t page,
@@ -227,9 +287,8 @@ __device__ __forceinline__ void write_strip(const float (&d)[G][4], const Column
             // Outputs 2 t and 2 t + 1 of the strip are word strip / 2 of a part, see SwigluPanels.
             const uint32_t pair = transpose(pack_bf16(first, second));
             const uint32_t part = (4 * (strip % 2) + t) ^ column % 8;
-            uint8_t* to = columns.out +
-                          (strip / kBlockStrips * columns.panel + columns.row + column) * kPanelRowBytes + 16 * part +
-                          strip % kBlockStrips / 2 * 4;
+            uint8_t* to = columns.out + (strip / kBlockStrips * columns.panel + columns.row + column) * kPanelRowBytes +
+                          16 * part + strip % kBlockStrips / 2 * 4;
             if (written) *reinterpret_cast<uint32_t*>(to) = pair;
         } else {
             const uint32_t low = transpose(pack_bf16(d[g][0] * scales.x, d[g][1] * scales.x));
@@ -258,69 +317,89 @@ __device__ __forceinline__ void prefill_few(const PrefillExpertsArgs& args) {
     const Pages<Shape> pages{base, barriers};
     const uint32_t warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    auto slot_barriers = [&](uint32_t warp) { return barriers + 16 * Shape::kPages + warp * Shape::kSlots * 8; };
+    const uint32_t slot_barriers = barriers + 16 * Shape::kPages;
+    const uint32_t range_barriers = slot_barriers + 8 * Shape::kWarps * Shape::kSlots;
+    uint32_t* known = reinterpret_cast<uint32_t*>(shared + Shape::kRangesAt + Shape::kRanges * sizeof(Range));
 
     if (threadIdx.x < Shape::kPages) {
         barrier_init(pages.full(threadIdx.x), 1);
         barrier_init(pages.empty(threadIdx.x), Shape::kWarps);
-    } else if (threadIdx.x < Shape::kPages + Shape::kWarps * Shape::kSlots) {
-        barrier_init(slot_barriers(0) + 8 * (threadIdx.x - Shape::kPages), 1);
+    } else if (threadIdx.x < Shape::kPages + Shape::kWarps * Shape::kSlots + Shape::kRanges) {
+        barrier_init(slot_barriers + 8 * (threadIdx.x - Shape::kPages), 1);
     }
+    if (threadIdx.x == 0) *known = 1;
     barrier_init_fence();
     __syncthreads();
 
     const Work work{args};
-    const uint32_t begin = work.begin(blockIdx.x, gridDim.x), end = work.begin(blockIdx.x + 1, gridDim.x);
+    const uint32_t cost = work.cost(), own = cost / 4 * 3;
+    const Range first{work.at_cost(own * blockIdx.x / gridDim.x), work.at_cost(own * (blockIdx.x + 1) / gridDim.x)};
+    const Ranges<Shape, Work> ranges{work,
+                                     reinterpret_cast<Range*>(shared + Shape::kRangesAt),
+                                     known,
+                                     range_barriers,
+                                     work.at_cost(own),
+                                     work.at_cost(cost)};
     if (warp == Shape::kWarps) {
         pdl_wait();
         pdl_launch();
         if (lane > 0) return;
         uint32_t page = 0;
-        for (uint32_t i = begin; i < end;) {
-            const Columns columns = work.columns(i);
-            for (uint32_t kt = 0; kt < columns.k_tiles; ++kt)
-                for (uint32_t g = 0; g < columns.groups; ++g, ++page) {
-                    barrier_wait(pages.empty(page), Pages<Shape>::parity(page) ^ 1);
-                    barrier_expect(pages.full(page), Shape::kPageBytes);
-                    const uint8_t* from =
-                        columns.x + (kt * kChunks * columns.panel + columns.row + 8 * g) * kPanelRowBytes;
-                    for (int p = 0; p < kChunks; ++p)
-                        bulk_copy(pages.at(page) + p * Shape::kPanelBytes, from + p * columns.panel * kPanelRowBytes,
-                                  Shape::kPanelBytes, pages.full(page));
-                }
-            i = columns.end;
-        }
+        Range range = first;
+        for (uint32_t r = 0; r == 0 || range.begin < range.end; range = ranges.get(++r))
+            for (uint32_t i = range.begin; i < range.end;) {
+                const Columns columns = work.columns(i);
+                for (uint32_t kt = 0; kt < columns.k_tiles; ++kt)
+                    for (uint32_t g = 0; g < columns.groups; ++g, ++page) {
+                        barrier_wait(pages.empty(page), Pages<Shape>::parity(page) ^ 1);
+                        barrier_expect(pages.full(page), Shape::kPageBytes);
+                        const uint8_t* from =
+                            columns.x + (kt * kChunks * columns.panel + columns.row + 8 * g) * kPanelRowBytes;
+                        for (int p = 0; p < kChunks; ++p)
+                            bulk_copy(pages.at(page) + p * Shape::kPanelBytes,
+                                      from + p * columns.panel * kPanelRowBytes, Shape::kPanelBytes, pages.full(page));
+                    }
+                i = columns.end;
+            }
         return;
     }
-    uint32_t i = begin + warp, page = 0;
     const uint8_t* slots = shared + Shape::kSlotsAt + warp * Shape::kSlots * Piece::kBytes;
-    Pieces<Shape, Piece, Work> pieces(work, shared_address(slots), slot_barriers(warp), i, end);
-#pragma unroll
-    for (int slot = 0; slot < Shape::kSlots; ++slot) pieces.request(slot, lane == 0);
+    Pieces<Shape, Piece, Work> pieces(ranges, first, shared_address(slots), slot_barriers + 8 * Shape::kSlots * warp);
+    int early = 0;
+    while (early < Shape::kSlots && pieces.request(early, lane == 0)) ++early;
     pdl_wait();
     pdl_launch();
-    for (uint32_t at = begin; at < end;) {
-        const Columns columns = work.columns(at);
-        at = min(columns.end, end);
-        const uint32_t n_pages = columns.groups * columns.k_tiles;
-        // Not before they came: else the next columns' turn could be counted with this one.
-        if (i >= at)
-            for (uint32_t p = 0; p < n_pages; ++p) {
-                pages.wait(page + p);
-                if (lane == 0) barrier_arrive(pages.empty(page + p), 0);
+    for (; early < Shape::kSlots; ++early) {
+        pieces.look_further(lane == 0);
+        pieces.request(early, lane == 0);
+    }
+    uint32_t page = 0;
+    Range range = first;
+    for (uint32_t r = 0; r == 0 || range.begin < range.end; range = ranges.get(++r)) {
+        uint32_t i = range.begin + warp;
+        for (uint32_t at = range.begin; at < range.end;) {
+            const Columns columns = work.columns(at);
+            at = min(columns.end, range.end);
+            const uint32_t n_pages = columns.groups * columns.k_tiles;
+            // Not before they came: else the next columns' turn could be counted with this one.
+            if (i >= at)
+                for (uint32_t p = 0; p < n_pages; ++p) {
+                    pages.wait(page + p);
+                    if (lane == 0) barrier_arrive(pages.empty(page + p), 0);
+                }
+            for (; i < at; i += Shape::kWarps) {
+                const uint32_t strip = Work::strip(i, work.n_shared);
+                const bool last = i + Shape::kWarps >= at;
+                float2 scales = work.scales(columns, strip);
+                scales.x *= Piece::kWeightScale;
+                scales.y *= Piece::kWeightScale;
+                if (columns.groups == 1)
+                    do_strip<1>(pieces, pages, slots, page, columns, strip, scales, last, lane);
+                else
+                    do_strip<2>(pieces, pages, slots, page, columns, strip, scales, last, lane);
             }
-        for (; i < at; i += Shape::kWarps) {
-            const uint32_t strip = Work::strip(i, work.n_shared);
-            const bool last = i + Shape::kWarps >= at;
-            float2 scales = work.scales(columns, strip);
-            scales.x *= Piece::kWeightScale;
-            scales.y *= Piece::kWeightScale;
-            if (columns.groups == 1)
-                do_strip<1>(pieces, pages, slots, page, columns, strip, scales, last, lane);
-            else
-                do_strip<2>(pieces, pages, slots, page, columns, strip, scales, last, lane);
+            page += n_pages;
         }
-        page += n_pages;
     }
 }
 

@@ -293,6 +293,7 @@ fn run_moe(
     let [masks, places] = [(); 2].map(|()| gpu.poisoned(masks_len));
     let (tiles, n_tiles) = (gpu.poisoned(tiles_len), gpu.poisoned(4));
     let [gathered, act, y, delta] = [y_len, act_len, y_len, delta_len].map(|len| gpu.poisoned(len));
+    let counter = gpu.upload(&[0; 4]);
     let act_shared_len = panel_rows * SHARED_WIDTH * 2;
     let [act_shared, y_shared] = [act_shared_len, delta_len].map(|len| gpu.poisoned(len));
     let route = PrefillRouteArgs {
@@ -339,6 +340,7 @@ fn run_moe(
         shared_out: act_shared.address(),
         panel_rows: panel_rows as u32,
         shared_scale: f32::NAN,
+        counter: counter.address(),
     };
     let down = PrefillExpertsArgs {
         x: act.address(),
@@ -414,6 +416,7 @@ fn run_moe(
         to_u32s(&output(&n_tiles, 4))[0],
         most_columns,
     );
+    assert_eq!(to_u32s(&counter.download().unwrap()), [0]);
     let y = to_bf16s(&output(&y, y_len));
     let act_shared = output(&act_shared, act_shared_len);
     let padding = from_panels(&act_shared, panel_rows, SHARED_WIDTH, rows..panel_rows);

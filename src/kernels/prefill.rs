@@ -86,6 +86,8 @@ pub struct PrefillExpertsArgs {
     pub panel_rows: u32,
     /// Down.
     pub shared_scale: f32,
+    /// `[1]` u32 of [`Way::Few`], zero between launches.
+    pub counter: u64,
 }
 
 /// The argument of [`PREFILL_ROUTE`].
@@ -175,7 +177,7 @@ const _: () = assert!(
         && offset_of!(PrefillLinearArgs, rows) == 32
         && offset_of!(PrefillLinearArgs, out_stride) == 48
         && offset_of!(PrefillLinearArgs, scale) == 52
-        && size_of::<PrefillExpertsArgs>() == 96
+        && size_of::<PrefillExpertsArgs>() == 104
         && offset_of!(PrefillExpertsArgs, sorted_rows) == 48
         && offset_of!(PrefillExpertsArgs, shared_x) == 56
         && offset_of!(PrefillExpertsArgs, panel_rows) == 88
@@ -504,13 +506,13 @@ impl Shape {
                 Self { columns, threads: 32 * strips + 32, blocks, cluster: 1, together: split, shared_bytes }
             }
             Way::Few => {
-                let (warps, slots, pages) = (16, 2, 8);
+                let (warps, slots, pages, ranges) = (16, 2, 8, 16);
                 let piece = match format {
                     TileFormat::Nvfp4 => format.tile_bytes(),
                     TileFormat::Bf16 => format.tile_bytes() / 4,
                 };
                 let page = TILE_PANELS * ROWS_STEP * PANEL_ROW_BYTES;
-                let shared_bytes = pages * (page + 16) + warps * slots * (piece + 8);
+                let shared_bytes = pages * (page + 16) + warps * slots * (piece + 8) + ranges * 16 + 8;
                 Self { columns, threads: 32 * (warps + 1), blocks: 1, cluster: 1, together: 1, shared_bytes }
             }
             Way::AnyCard => {

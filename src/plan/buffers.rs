@@ -198,7 +198,7 @@ prefill_buffers! {
     residual,
     /// Panels `[D / 64, T, 64]` bf16.
     normed,
-    /// `[1]` u32 of attention, zero between launches.
+    /// `[1]` u32 of kernels that deal out work, zero between launches.
     counter,
     /// `[T, (H + 2G) 128]` bf16.
     qkv,

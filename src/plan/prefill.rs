@@ -326,6 +326,7 @@ impl<'a> Builder<'a> {
             tiles: b.expert_tiles,
             n_tiles: b.n_expert_tiles,
             sorted_rows,
+            counter: b.counter,
             ..PrefillExpertsArgs::default()
         };
         let mut down =
