@@ -3,13 +3,16 @@
 //   prefill_experts_up    act[i] = round(silu(gate_e x_i) * up_e x_i)
 //   prefill_experts_down  y[i]   = round(scale_e * down_e act_i)            e = expert of sorted row i
 //
+// *_few do the same for the shared expert and all rows, as prefill_swiglu and prefill_linear would.
+//
 // in   x panels [32, sorted_rows, 64] bf16; gate_up [256, 64, 4] tiles, scales [256] x 2 f32
 //      down [256, 128, 1] tiles, scales [256] f32; tiles, n_tiles of prefill_group
 // out  act panels [8, sorted_rows, 64] bf16; y [sorted_rows, 2048] bf16; rows that no token owns may be written
 //
-// launch   sm_90a: *_256, for tiles of up to so many rows, geometry as Hopper of prefill_wgmma.cuh; *_64 and *_16, as
-//          Narrow of prefill_narrow.cuh. Every card: *_mma, up to 64, as AnyCard of prefill_mma.cuh. Blocks are
-//          persistent: the number of tiles is known on the device alone. All give the same bits
+// launch   sm_90a: *_256, for tiles of up to so many rows, geometry as Hopper of prefill_wgmma.cuh; *_64, as Narrow of
+//          prefill_narrow.cuh; *_few, for up to 16, as Few of prefill_few.cuh. Every card: *_mma, up to 64, as AnyCard
+//          of prefill_mma.cuh. Blocks are persistent: the number of tiles is known on the device alone. All give the
+//          same bits
 // bound    tensor cores; with few rows an expert, the weights' bytes
 // PDL      the first weights are requested before the wait (sm_90a): the tiles are older than the kernel that this one
 //          waits for

@@ -15,8 +15,9 @@
 template <typename Piece>
 struct Few {
     static constexpr uint32_t kMost = 16;  // columns of a tile
-    static constexpr int kWarps = 16;      // that multiply; one more brings the columns
-    static constexpr int kThreads = 32 * kWarps + 32;
+    static constexpr int kWarps = 16;      // that multiply
+    static constexpr int kBringer = kWarps, kDealer = kWarps + 1;
+    static constexpr int kThreads = 32 * (kWarps + 2);
     static constexpr int kBlocks = 1;
     static constexpr int kSlots = 2;  // pieces on their way to a warp
     static constexpr int kPages = 8;  // two tiles of 8 columns and 2,048 inputs, or one of 16
@@ -27,7 +28,7 @@ struct Few {
     // Ranges that are remembered: the fastest warp is at most as many ahead of the slowest as there are pages, and
     // requests weights of two more.
     static constexpr uint32_t kRanges = 16;
-    static constexpr int kRangesAt = kBarriersAt + 8 * (2 * kPages + kWarps * kSlots + kRanges);
+    static constexpr int kRangesAt = kBarriersAt + 8 * (2 * kPages + kWarps * kSlots + kRanges + 1);
 };
 
 // Strips begin to end - 1.
@@ -54,8 +55,7 @@ template <int kStrips, int kTiles, int kSharedStrips, int kSharedTiles, bool kPa
 struct FewWork {
     static constexpr uint32_t kMost = 16;
     static constexpr bool kPanels = kPairs;  // of the output
-    // Strips that are dealt out at once: four tiles for each warp, or two.
-    static constexpr uint32_t kDealt = kTiles == 1 ? 32 : 16;
+    static constexpr uint32_t kDealt = 16;   // strips that are dealt out at once
     const PrefillExpertsArgs& args;
     uint32_t n_shared;  // strips of the shared expert, of all its tiles
 
@@ -123,36 +123,44 @@ struct FewWork {
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
-// The ranges of a block: its share, then what is dealt out to it. An empty one is the last.
+// The ranges of a block: number 0 is its share, the others are dealt out to it. An empty one is the last.
 template <typename Shape, typename Work>
 struct Ranges {
     const Work& work;
-    Range* ranges;        // [kRanges]
-    uint32_t* known;      // how many were asked for
-    uint32_t barriers;    // shared address, one for each
+    Range first;
     uint32_t dealt, end;  // strips that are dealt out
+    Range* ranges;        // [kRanges]
+    uint32_t* wanted;     // number of the next to be asked for
+    uint32_t barriers;    // shared address: one for each range, and that of whoever asks
 
     __device__ __forceinline__ Range get(uint32_t i) const {
+        if (i == 0) return first;
         barrier_wait(barrier(i), (i - 1) / Shape::kRanges % 2);
         return ranges[i % Shape::kRanges];
     }
-    // The same by a warp that needs a range's weights: the first one asks for it.
-    __device__ __forceinline__ Range demand(uint32_t i, bool leader) const {
-        if (leader && atomicCAS(known, i, i + 1) == i) {
-            const uint32_t n = (end - dealt + Work::kDealt - 1) / Work::kDealt;
+    // The strip of a range that is this warp's first.
+    static __device__ __forceinline__ uint32_t strip(uint32_t i, const Range& range, uint32_t warp) {
+        return range.begin + (i == 0 ? warp : (warp - (i - 1) * Work::kDealt) % Shape::kWarps);
+    }
+    // Asks for range i, once the one before is known; the first to do so is heard.
+    __device__ __forceinline__ void ask(uint32_t i, bool leader) const {
+        if (leader && atomicCAS(wanted, i, i + 1) == i) barrier_arrive(barriers + 8 * Shape::kRanges, 0);
+    }
+    // Answers, until nothing is left.
+    __device__ __forceinline__ void deal() const {
+        const uint32_t n = (end - dealt + Work::kDealt - 1) / Work::kDealt;
+        for (uint32_t i = 1, begin = 0; begin < end; ++i) {
+            barrier_wait(barriers + 8 * Shape::kRanges, (i - 1) % 2);
             const uint32_t taken = atomicAdd(work.args.counter, 1u);
             // Every block asks once in vain; the last to do so leaves the counter as it was.
             if (taken == n + gridDim.x - 1) *work.args.counter = 0;
-            const uint32_t begin = min(dealt + taken * Work::kDealt, end);
+            begin = min(dealt + taken * Work::kDealt, end);
             ranges[i % Shape::kRanges] = {begin, min(begin + Work::kDealt, end)};
             barrier_arrive(barrier(i), 0);
         }
-        __syncwarp();
-        return get(i);
     }
 
 private:
-    // The block's share, range 0, needs none.
     __device__ __forceinline__ uint32_t barrier(uint32_t i) const { return barriers + (i - 1) % Shape::kRanges * 8; }
 };
 
@@ -168,11 +176,11 @@ struct Pieces {
     const uint8_t* from = nullptr;
     uint32_t slot = 0, parity = 0;  // of what is multiplied next
 
-    __device__ __forceinline__ Pieces(const Ranges<Shape, Work>& ranges, Range first, uint32_t slots, uint32_t barriers)
-        : ranges(ranges), slots(slots), barriers(barriers), strip(first.begin + threadIdx.x / 32), end(first.end) {
-        find();
+    __device__ __forceinline__ Pieces(const Ranges<Shape, Work>& ranges, uint32_t slots, uint32_t barriers)
+        : ranges(ranges), slots(slots), barriers(barriers) {
+        begin(ranges.first);
     }
-    // Into the slot that was used up last, or one that never was.
+    // The next piece, into the slot that was used up last, or one that never was.
     __device__ __forceinline__ bool request(uint32_t slot, bool leader) {
         if (left == 0) return false;
         if (leader) {
@@ -186,23 +194,28 @@ struct Pieces {
         }
         return true;
     }
-    // Goes to ranges that were dealt out, where nothing is left of the one before; not before the wait.
-    __device__ __forceinline__ void look_further(bool leader) {
-        while (left == 0 && more) {
-            const Range next = ranges.demand(++range, leader);
-            strip = next.begin + threadIdx.x / 32, end = next.end;
+    // After the wait: goes to ranges that were dealt out, and asks for the next when one piece is left of this.
+    __device__ __forceinline__ void look_ahead(bool leader) {
+        while (more) {
+            if (left + (strip + Shape::kWarps < end) <= 1) ranges.ask(range + 1, leader);
+            if (left > 0) return;
+            const Range next = ranges.get(++range);
             more = next.begin < next.end;
-            find();
+            begin(next);
         }
     }
     __device__ __forceinline__ void wait() const { barrier_wait(barriers + 8 * slot, parity); }
     __device__ __forceinline__ void advance(bool leader) {
-        look_further(leader);
+        look_ahead(leader);
         request(slot, leader);
         if (++slot == Shape::kSlots) slot = 0, parity ^= 1;
     }
 
 private:
+    __device__ __forceinline__ void begin(const Range& next) {
+        strip = ranges.strip(range, next, threadIdx.x / 32), end = next.end;
+        find();
+    }
     __device__ __forceinline__ void find() {
         if (strip >= end) return;
         uint32_t tiles;
@@ -319,34 +332,37 @@ __device__ __forceinline__ void prefill_few(const PrefillExpertsArgs& args) {
     const int lane = threadIdx.x % 32;
     const uint32_t slot_barriers = barriers + 16 * Shape::kPages;
     const uint32_t range_barriers = slot_barriers + 8 * Shape::kWarps * Shape::kSlots;
-    uint32_t* known = reinterpret_cast<uint32_t*>(shared + Shape::kRangesAt + Shape::kRanges * sizeof(Range));
+    uint32_t* wanted = reinterpret_cast<uint32_t*>(shared + Shape::kRangesAt + Shape::kRanges * sizeof(Range));
 
     if (threadIdx.x < Shape::kPages) {
         barrier_init(pages.full(threadIdx.x), 1);
         barrier_init(pages.empty(threadIdx.x), Shape::kWarps);
-    } else if (threadIdx.x < Shape::kPages + Shape::kWarps * Shape::kSlots + Shape::kRanges) {
+    } else if (threadIdx.x < Shape::kPages + Shape::kWarps * Shape::kSlots + Shape::kRanges + 1) {
         barrier_init(slot_barriers + 8 * (threadIdx.x - Shape::kPages), 1);
     }
-    if (threadIdx.x == 0) *known = 1;
+    if (threadIdx.x == 0) *wanted = 1;
     barrier_init_fence();
     __syncthreads();
 
     const Work work{args};
     const uint32_t cost = work.cost(), own = cost / 4 * 3;
-    const Range first{work.at_cost(own * blockIdx.x / gridDim.x), work.at_cost(own * (blockIdx.x + 1) / gridDim.x)};
-    const Ranges<Shape, Work> ranges{work,
-                                     reinterpret_cast<Range*>(shared + Shape::kRangesAt),
-                                     known,
-                                     range_barriers,
-                                     work.at_cost(own),
-                                     work.at_cost(cost)};
-    if (warp == Shape::kWarps) {
+    const Ranges<Shape, Work> ranges{
+        work,
+        {work.at_cost(own * blockIdx.x / gridDim.x), work.at_cost(own * (blockIdx.x + 1) / gridDim.x)},
+        work.at_cost(own),
+        work.at_cost(cost),
+        reinterpret_cast<Range*>(shared + Shape::kRangesAt),
+        wanted,
+        range_barriers};
+    if (warp >= Shape::kWarps) {
         pdl_wait();
         pdl_launch();
         if (lane > 0) return;
+        if (warp == Shape::kDealer) return ranges.deal();
         uint32_t page = 0;
-        Range range = first;
-        for (uint32_t r = 0; r == 0 || range.begin < range.end; range = ranges.get(++r))
+        for (uint32_t r = 0;; ++r) {
+            const Range range = ranges.get(r);
+            if (r > 0 && range.begin >= range.end) break;
             for (uint32_t i = range.begin; i < range.end;) {
                 const Columns columns = work.columns(i);
                 for (uint32_t kt = 0; kt < columns.k_tiles; ++kt)
@@ -361,22 +377,24 @@ __device__ __forceinline__ void prefill_few(const PrefillExpertsArgs& args) {
                     }
                 i = columns.end;
             }
+        }
         return;
     }
     const uint8_t* slots = shared + Shape::kSlotsAt + warp * Shape::kSlots * Piece::kBytes;
-    Pieces<Shape, Piece, Work> pieces(ranges, first, shared_address(slots), slot_barriers + 8 * Shape::kSlots * warp);
+    Pieces<Shape, Piece, Work> pieces(ranges, shared_address(slots), slot_barriers + 8 * Shape::kSlots * warp);
     int early = 0;
     while (early < Shape::kSlots && pieces.request(early, lane == 0)) ++early;
     pdl_wait();
     pdl_launch();
     for (; early < Shape::kSlots; ++early) {
-        pieces.look_further(lane == 0);
+        pieces.look_ahead(lane == 0);
         pieces.request(early, lane == 0);
     }
     uint32_t page = 0;
-    Range range = first;
-    for (uint32_t r = 0; r == 0 || range.begin < range.end; range = ranges.get(++r)) {
-        uint32_t i = range.begin + warp;
+    for (uint32_t r = 0;; ++r) {
+        const Range range = ranges.get(r);
+        if (r > 0 && range.begin >= range.end) break;
+        uint32_t i = ranges.strip(r, range, warp);
         for (uint32_t at = range.begin; at < range.end;) {
             const Columns columns = work.columns(at);
             at = min(columns.end, range.end);

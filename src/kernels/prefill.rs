@@ -512,8 +512,8 @@ impl Shape {
                     TileFormat::Bf16 => format.tile_bytes() / 4,
                 };
                 let page = TILE_PANELS * ROWS_STEP * PANEL_ROW_BYTES;
-                let shared_bytes = pages * (page + 16) + warps * slots * (piece + 8) + ranges * 16 + 8;
-                Self { columns, threads: 32 * (warps + 1), blocks: 1, cluster: 1, together: 1, shared_bytes }
+                let shared_bytes = pages * (page + 16) + warps * slots * (piece + 8) + ranges * 16 + 16;
+                Self { columns, threads: 32 * (warps + 2), blocks: 1, cluster: 1, together: 1, shared_bytes }
             }
             Way::AnyCard => {
                 let shared_bytes = 4 * columns * PANEL_ROW_BYTES + ending;
