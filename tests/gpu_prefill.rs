@@ -18,6 +18,7 @@ use flint_rs::{
     kernels::{
         decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN, SHARED_WIDTH},
         prefill::*,
+        prefill_few::*,
     },
     tiles::TileFormat,
     weights::SwiGlu,
@@ -272,10 +273,17 @@ fn logit_parts(logits: &[f32]) -> Vec<f32> {
     logits.chunks_exact(EXPERTS).flat_map(of_row).collect()
 }
 
+/// How the experts' products are made.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum How {
+    Way(Way),
+    Few,
+}
+
 fn run_moe(
     gpu: &Gpu,
     (moe, format): (&Moe, TileFormat),
-    way: Way,
+    how: How,
     x: &[f32],
     logits: &[f32],
     shared: &[f32],
@@ -283,7 +291,13 @@ fn run_moe(
 ) -> Outcome {
     let rows = x.len() / HIDDEN;
     let (panel_rows, sorted_rows) = (rows.next_multiple_of(ROWS_STEP), sorted_rows(rows));
-    let (masks_len, most_columns) = (rows.div_ceil(32) * EXPERTS * 4, way.columns() as u32);
+    let (masks_len, most_columns) = (
+        rows.div_ceil(32) * EXPERTS * 4,
+        match how {
+            How::Way(way) => way.columns() as u32,
+            How::Few => FEW_COLUMNS as u32,
+        },
+    );
     let tiles_len = expert_tiles(rows, most_columns) * 16;
     let [choices_len, act_len, y_len, delta_len] =
         [rows * CHOSEN * 4, sorted_rows * EXPERT_WIDTH * 2, sorted_rows * HIDDEN * 2, rows * HIDDEN * 2];
@@ -293,7 +307,8 @@ fn run_moe(
     let [masks, places] = [(); 2].map(|()| gpu.poisoned(masks_len));
     let (tiles, n_tiles) = (gpu.poisoned(tiles_len), gpu.poisoned(4));
     let [gathered, act, y, delta] = [y_len, act_len, y_len, delta_len].map(|len| gpu.poisoned(len));
-    let counter = gpu.upload(&[0; 4]);
+    let counters_len = 4 * (2 + few_counters(rows));
+    let counters = gpu.upload(&vec![0; counters_len]);
     let act_shared_len = panel_rows * SHARED_WIDTH * 2;
     let [act_shared, y_shared] = [act_shared_len, delta_len].map(|len| gpu.poisoned(len));
     let route = PrefillRouteArgs {
@@ -324,7 +339,6 @@ fn run_moe(
         sorted_rows: sorted_rows as u32,
         reserved: 0,
     };
-    let shared_rows = if way == Way::Few { rows as u32 } else { 0 };
     let up = PrefillExpertsArgs {
         x: gathered.address(),
         weights: moe.gate_up[0].address(),
@@ -333,31 +347,19 @@ fn run_moe(
         tiles: tiles.address(),
         n_tiles: n_tiles.address(),
         sorted_rows: sorted_rows as u32,
-        shared_rows,
-        shared_x: x.address(),
-        shared_weights: moe.shared_gate_up[0].address(),
-        shared_scales: moe.shared_gate_up[1].address(),
-        shared_out: act_shared.address(),
-        panel_rows: panel_rows as u32,
-        shared_scale: f32::NAN,
-        counter: counter.address(),
+        reserved: 0,
     };
     let down = PrefillExpertsArgs {
         x: act.address(),
         weights: moe.down[0].address(),
         scales: moe.down[1].address(),
         out: y.address(),
-        shared_x: act_shared.address(),
-        shared_weights: moe.shared_down.address(),
-        shared_scales: 0,
-        shared_out: y_shared.address(),
-        shared_scale: moe.shared_scale,
         ..up
     };
     let shared_up = PrefillLinearArgs {
         x: x.address(),
-        weights: up.shared_weights,
-        scales: up.shared_scales,
+        weights: moe.shared_gate_up[0].address(),
+        scales: moe.shared_gate_up[1].address(),
         out: act_shared.address(),
         rows: rows as u32,
         panel_rows: panel_rows as u32,
@@ -368,7 +370,7 @@ fn run_moe(
     };
     let shared_down = PrefillLinearArgs {
         x: act_shared.address(),
-        weights: down.shared_weights,
+        weights: moe.shared_down.address(),
         scales: 0,
         out: y_shared.address(),
         strips: HIDDEN as u32 / 16,
@@ -377,6 +379,20 @@ fn run_moe(
         scale: moe.shared_scale,
         ..shared_up
     };
+    let half = |routed: PrefillExpertsArgs, shared: &PrefillLinearArgs, counter: u64| PrefillFewHalf {
+        routed,
+        shared_x: shared.x,
+        shared_weights: shared.weights,
+        shared_scales: shared.scales,
+        shared_out: shared.out,
+        counter: counters.address() + counter,
+        rows: rows as u32,
+        panel_rows: panel_rows as u32,
+        shared_scale: shared.scale,
+        reserved: 0,
+    };
+    let few =
+        PrefillFewArgs { up: half(up, &shared_up, 0), down: half(down, &shared_down, 4), done: counters.address() + 8 };
     let combine = PrefillCombineArgs {
         y: y.address(),
         sorted: sorted.address(),
@@ -387,20 +403,26 @@ fn run_moe(
         reserved: 0,
     };
     let products = PRODUCTS();
-    let (up_kernel, up_launch) = products.experts(&PREFILL_EXPERTS_UP, format, way, rows);
-    let (down_kernel, down_launch) = products.experts(&PREFILL_EXPERTS_DOWN, format, way, rows);
     // SAFETY: every buffer has the extent that the structs state, and lives until the downloads below.
     unsafe {
         gpu.launch(PREFILL_ROUTE, prefill_route_launch(rows), pdl, &route);
         gpu.launch(PREFILL_GROUP, prefill_group_launch(rows), pdl, &group);
         gpu.launch(PREFILL_GATHER, prefill_gather_launch(rows), pdl, &gather);
-        gpu.launch(up_kernel, up_launch, pdl, &up);
-        gpu.launch(down_kernel, down_launch, pdl, &down);
-        if way != Way::Few {
-            let (kernel, launch) = products.swiglu(format, &shared_up);
-            gpu.launch(kernel, launch, pdl, &shared_up);
-            let (kernel, launch) = products.linear(format, &shared_down);
-            gpu.launch(kernel, launch, pdl, &shared_down);
+        match how {
+            How::Few => {
+                let (kernel, launch) = products.experts_few(format, rows);
+                gpu.launch(kernel, launch, pdl, &few);
+            }
+            How::Way(way) => {
+                let (kernel, launch) = products.experts(&PREFILL_EXPERTS_UP, format, way, rows);
+                gpu.launch(kernel, launch, pdl, &up);
+                let (kernel, launch) = products.experts(&PREFILL_EXPERTS_DOWN, format, way, rows);
+                gpu.launch(kernel, launch, pdl, &down);
+                let (kernel, launch) = products.swiglu(format, &shared_up);
+                gpu.launch(kernel, launch, pdl, &shared_up);
+                let (kernel, launch) = products.linear(format, &shared_down);
+                gpu.launch(kernel, launch, pdl, &shared_down);
+            }
         }
         gpu.launch(PREFILL_COMBINE, prefill_combine_launch(rows), pdl, &combine);
     }
@@ -416,7 +438,7 @@ fn run_moe(
         to_u32s(&output(&n_tiles, 4))[0],
         most_columns,
     );
-    assert_eq!(to_u32s(&counter.download().unwrap()), [0]);
+    assert!(counters.download().unwrap().iter().all(|&byte| byte == 0), "{how:?}: counters are not as they were");
     let y = to_bf16s(&output(&y, y_len));
     let act_shared = output(&act_shared, act_shared_len);
     let padding = from_panels(&act_shared, panel_rows, SHARED_WIDTH, rows..panel_rows);
@@ -456,19 +478,19 @@ fn check_moe(gpu: &Gpu, random: &mut Random, kind: (Kind, TileFormat), moe: &Moe
     let (rows, cancel) = (logits.len() / EXPERTS, Cancel::default());
     let (x, shared) = (random.bf16s(rows * HIDDEN), random.bf16s(rows * HIDDEN));
     let with = (moe, kind.1);
-    let found = run_moe(gpu, with, Way::Wide(256), &x, logits, &shared, false);
-    for &way in PREFILL_EXPERTS_UP.ways() {
-        assert!(run_moe(gpu, with, way, &x, logits, &shared, true) == found, "{way:?}, {rows} rows: other bits");
+    let found = run_moe(gpu, with, How::Way(Way::Wide(256)), &x, logits, &shared, false);
+    for how in PREFILL_EXPERTS_UP.ways().iter().map(|&way| How::Way(way)).chain([How::Few]) {
+        assert!(run_moe(gpu, with, how, &x, logits, &shared, true) == found, "{how:?}, {rows} rows: other bits");
         for row in [0, rows / 2, rows - 1] {
             let part = |x: &[f32], len: usize| x[row * len..][..len].to_vec();
             let alone =
-                run_moe(gpu, with, way, &part(&x, HIDDEN), &part(logits, EXPERTS), &part(&shared, HIDDEN), true);
-            assert!(alone.act == part(&found.act, CHOSEN * EXPERT_WIDTH), "{way:?}: act of row {row} of {rows} alone");
+                run_moe(gpu, with, how, &part(&x, HIDDEN), &part(logits, EXPERTS), &part(&shared, HIDDEN), true);
+            assert!(alone.act == part(&found.act, CHOSEN * EXPERT_WIDTH), "{how:?}: act of row {row} of {rows} alone");
             assert!(
                 alone.y_shared == part(&found.y_shared, HIDDEN),
-                "{way:?}: shared expert of row {row} of {rows} alone"
+                "{how:?}: shared expert of row {row} of {rows} alone"
             );
-            assert!(alone.delta == part(&found.delta, HIDDEN), "{way:?}: row {row} of {rows} alone");
+            assert!(alone.delta == part(&found.delta, HIDDEN), "{how:?}: row {row} of {rows} alone");
         }
     }
     let routes = Routes::from_logits(logits, EXPERTS, CHOSEN);

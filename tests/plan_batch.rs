@@ -27,13 +27,12 @@ fn operations(steps: &[Step]) -> Vec<Operation> {
 #[test]
 fn many_rows_take_the_products_of_prefill_and_the_attention_of_decode() {
     use Operation::{
-        Attention, Choose, Combine, DenseDown, DenseUp, Embed, ExpertsDown, ExpertsUp, Gather, Group, LmHead, Norm,
-        Output, Qkv, Router, Sample,
+        Attention, Choose, Combine, DenseDown, DenseUp, Embed, Experts, Gather, Group, LmHead, Norm, Output, Qkv,
+        Router, Sample,
     };
     let plan = plan(LIMITS);
     let dense = [Norm, Qkv, Attention, Output, Norm, DenseUp, DenseDown];
-    // The shared expert is in the launches of the others.
-    let moe = [Norm, Qkv, Attention, Output, Norm, Router, Choose, Group, Gather, ExpertsUp, ExpertsDown, Combine];
+    let moe = [Norm, Qkv, Attention, Output, Norm, Router, Choose, Group, Gather, Experts, Combine];
     let mut expected = vec![Embed];
     for layer in &plan.config().layers {
         expected.extend(if layer.mlp == Mlp::Dense { &dense[..] } else { &moe });
@@ -43,7 +42,7 @@ fn many_rows_take_the_products_of_prefill_and_the_attention_of_decode() {
         assert_eq!(operations(&steps(&plan, rows, Ending::Logits))[expected.len()..], [Norm, LmHead]);
         let all = steps(&plan, rows, Ending::Token);
         assert_eq!(operations(&all)[expected.len()..], [Norm, LmHead, Sample]);
-        assert_eq!(all.len(), 1 + 2 * 7 + 47 * 12 + 3);
+        assert_eq!(all.len(), 1 + 2 * 7 + 47 * 11 + 3);
         for step in &all {
             assert!(step.kernel.pdl, "{:?}", step.operation);
             let name = step.kernel.symbol.to_str().unwrap();
@@ -53,7 +52,7 @@ fn many_rows_take_the_products_of_prefill_and_the_attention_of_decode() {
     }
     // The experts' kernels read the tiles before they wait: one kernel stands between them and who wrote these.
     let order = operations(&steps(&plan, 9, Ending::Nothing));
-    assert!(order.windows(2).all(|pair| pair != [Group, ExpertsUp]));
+    assert!(order.windows(2).all(|pair| pair != [Group, Experts]));
 }
 
 #[test]
@@ -100,10 +99,12 @@ fn hand_over(args: &Args, rows: u64) -> [Vec<(u64, u64)>; 2] {
             let reads = [Some((a.qkv, row(5120))), rope].into_iter().flatten().collect();
             [reads, vec![(a.attn, u64::from(a.panel_rows) * 8192)]]
         }
-        Args::PrefillExperts(a) => {
-            assert!(u64::from(a.shared_rows) == rows && u64::from(a.panel_rows) == rows.next_multiple_of(8));
-            let width = if a.shared_scales == 0 { 2048 } else { 1024 };
-            [vec![(a.shared_x, row(3072 - width))], vec![(a.shared_out, row(width))]]
+        Args::PrefillFew(a) => {
+            for half in [&a.up, &a.down] {
+                assert!(u64::from(half.rows) == rows && u64::from(half.panel_rows) == rows.next_multiple_of(8));
+            }
+            assert_eq!((a.up.shared_out, a.up.routed.out), (a.down.shared_x, a.down.routed.x));
+            [vec![(a.up.shared_x, row(2048))], vec![(a.down.shared_out, row(2048))]]
         }
         Args::PrefillCombine(a) => [vec![(a.shared, row(2048))], vec![(a.delta, row(2048))]],
         _ => [vec![], vec![]],

@@ -456,6 +456,7 @@ impl GpuModel {
             PrefillCombine,
             PrefillEmbed,
             PrefillExperts,
+            PrefillFew,
             PrefillGather,
             PrefillGroup,
             PrefillKv,

@@ -7,6 +7,7 @@ mod expand;
 mod general;
 mod load;
 pub mod prefill;
+pub mod prefill_few;
 mod prefill_attention;
 mod prefill_rows;
 mod sample;
@@ -76,6 +77,7 @@ pub enum Args {
     PrefillCombine(prefill::PrefillCombineArgs),
     PrefillEmbed(PrefillEmbedArgs),
     PrefillExperts(prefill::PrefillExpertsArgs),
+    PrefillFew(prefill_few::PrefillFewArgs),
     PrefillGather(prefill::PrefillGatherArgs),
     PrefillGroup(prefill::PrefillGroupArgs),
     PrefillKv(PrefillKvArgs),

@@ -1,11 +1,12 @@
 //! Products over many rows: `cuda/prefill_linear.cu`, `cuda/prefill_experts.cu`, `cuda/prefill_route.cu` and
-//! `cuda/args_prefill.h`.
+//! `cuda/args_prefill.h`. The experts where each has few rows are in [`super::prefill_few`].
 
 use std::mem::offset_of;
 
 use super::{
     Kernel, Launch,
-    decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN, SHARED_WIDTH, distinct_experts},
+    decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN, distinct_experts},
+    prefill_few::FEW_COLUMNS,
     symbol,
 };
 use crate::tiles::{PARTS, TILE_COLS, TILE_ROWS, TileFormat};
@@ -72,22 +73,8 @@ pub struct PrefillExpertsArgs {
     pub n_tiles: u64,
     /// Rows of a panel, at least [`sorted_rows`].
     pub sorted_rows: u32,
-    /// T, for the shared expert's half over all rows, or 0. What follows is of that, which [`Way::Few`] alone does.
-    pub shared_rows: u32,
-    /// Panels: up `[32, panel_rows, 64]` bf16, down `[16, panel_rows, 64]`.
-    pub shared_x: u64,
-    /// Up `[128, 4]` tiles of gate and up rows, down `[128, 2]` tiles.
-    pub shared_weights: u64,
-    /// Up `[128, 2]` f32, gate and up of each strip.
-    pub shared_scales: u64,
-    /// Up: panels `[16, panel_rows, 64]` bf16, down `[T, 2048]` bf16; written.
-    pub shared_out: u64,
-    /// Rows of a panel of the shared expert, at least T.
-    pub panel_rows: u32,
-    /// Down.
-    pub shared_scale: f32,
-    /// `[1]` u32 of [`Way::Few`], zero between launches.
-    pub counter: u64,
+    /// Fills the struct.
+    pub reserved: u32,
 }
 
 /// The argument of [`PREFILL_ROUTE`].
@@ -177,10 +164,8 @@ const _: () = assert!(
         && offset_of!(PrefillLinearArgs, rows) == 32
         && offset_of!(PrefillLinearArgs, out_stride) == 48
         && offset_of!(PrefillLinearArgs, scale) == 52
-        && size_of::<PrefillExpertsArgs>() == 104
+        && size_of::<PrefillExpertsArgs>() == 56
         && offset_of!(PrefillExpertsArgs, sorted_rows) == 48
-        && offset_of!(PrefillExpertsArgs, shared_x) == 56
-        && offset_of!(PrefillExpertsArgs, panel_rows) == 88
         && size_of::<PrefillRouteArgs>() == 40
         && offset_of!(PrefillRouteArgs, rows) == 32
         && size_of::<PrefillGroupArgs>() == 40
@@ -208,16 +193,12 @@ pub enum Way {
     Wide(usize),
     /// `prefill_narrow.cuh`, 64 or 16.
     Narrow(usize),
-    /// `prefill_few.cuh`, of experts; the shared one beside the others.
-    Few,
     /// `prefill_mma.cuh`.
     AnyCard,
 }
 
 /// Columns of [`Way::AnyCard`].
 const ANY_CARD_COLUMNS: usize = 64;
-/// Columns of a tile of [`Way::Few`].
-const FEW_COLUMNS: usize = 16;
 
 /// One operation, compiled for each format and several ways to do it. All give the same bits.
 #[derive(Debug)]
@@ -284,7 +265,7 @@ macro_rules! product {
     };
     ($(#[$doc:meta])* experts $product:ident, $name:literal, $ending:ident) => {
         product!($(#[$doc])* $product, $name, PrefillExpertsArgs, $ending, 1, [
-            Way::Wide(256) => "256", Way::Narrow(64) => "64", Way::Few => "few", Way::AnyCard => "mma"
+            Way::Wide(256) => "256", Way::Narrow(64) => "64", Way::AnyCard => "mma"
         ]);
     };
 }
@@ -321,8 +302,8 @@ pub const PREFILL_COMBINE: Kernel =
 /// Picks kernels for a card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Products {
-    hopper: bool,
-    processors: usize,
+    pub(super) hopper: bool,
+    pub(super) processors: usize,
 }
 
 impl Products {
@@ -358,20 +339,14 @@ impl Products {
 
     /// Most rows of a tile of the experts' kernels for T rows, which [`PREFILL_GROUP`] has to know.
     pub fn expert_columns(self, rows: usize) -> u32 {
-        self.experts_way(rows).columns() as u32
-    }
-
-    /// Whether [`Self::experts_up`] and [`Self::experts_down`] for T rows do the shared expert too.
-    pub fn experts_share(self, rows: usize) -> bool {
-        self.experts_way(rows) == Way::Few
+        if self.takes_few(rows) { FEW_COLUMNS as u32 } else { self.experts_way(rows).columns() as u32 }
     }
 
     /// By what was measured on an H200 with random routing, see benches/notes.md.
     fn experts_way(self, rows: usize) -> Way {
         match rows {
             _ if !self.hopper => Way::AnyCard,
-            0..=512 => Way::Few,
-            513..=3072 => Way::Narrow(64),
+            0..=3072 => Way::Narrow(64),
             _ => Way::Wide(256),
         }
     }
@@ -393,7 +368,7 @@ impl Products {
             (Way::Narrow(_), 1) => (if bf16 { 330 } else { 365 }, 1500),
             (Way::Narrow(64), _) => (if bf16 { 280 } else { 184 }, 1500),
             (Way::Narrow(_), _) => (if bf16 { 240 } else { 140 }, 1500),
-            (Way::Few | Way::AnyCard, _) => (500, 2500),
+            (Way::AnyCard, _) => (500, 2500),
         };
         let shape = Shape::of(product, format, way);
         let waves = shape.units(args).div_ceil(self.at_once(shape));
@@ -428,13 +403,8 @@ impl Products {
         let stacks = if up { 64 } else { 128 } / UNIT_STRIPS;
         let shape = Shape::of(product, format, way);
         let most_units = expert_tiles(rows, way.columns() as u32) * stacks.div_ceil(shape.cluster);
-        let experts = distinct_experts(EXPERTS, CHOSEN, rows);
-        let mut bytes = experts * tiles * format.tile_bytes() + CHOSEN * rows * 2 * (x + out);
-        if way == Way::Few {
-            // Twice as wide.
-            let (x, out) = if up { (HIDDEN, SHARED_WIDTH) } else { (SHARED_WIDTH, HIDDEN) };
-            bytes += 2 * tiles * format.tile_bytes() + rows * 2 * (x + out);
-        }
+        let weights = distinct_experts(EXPERTS, CHOSEN, rows) * tiles * format.tile_bytes();
+        let bytes = weights + CHOSEN * rows * 2 * (x + out);
         (product.kernel(format, way), self.launch(shape, most_units, bytes))
     }
 
@@ -458,13 +428,12 @@ impl Way {
     pub fn columns(self) -> usize {
         match self {
             Self::Wide(columns) | Self::Narrow(columns) => columns,
-            Self::Few => FEW_COLUMNS,
             Self::AnyCard => ANY_CARD_COLUMNS,
         }
     }
 }
 
-/// The geometry of a kernel: `Hopper`, `Narrow`, `Few` and `AnyCard` of `cuda/prefill_*.cuh`.
+/// The geometry of a kernel: `Hopper`, `Narrow` and `AnyCard` of `cuda/prefill_*.cuh`.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     columns: usize,
@@ -504,16 +473,6 @@ impl Shape {
                 let stages = ((208 << 10) / blocks / stage).min(8);
                 let shared_bytes = stages * (stage + 16) + ending / split;
                 Self { columns, threads: 32 * strips + 32, blocks, cluster: 1, together: split, shared_bytes }
-            }
-            Way::Few => {
-                let (warps, slots, pages, ranges) = (16, 2, 8, 16);
-                let piece = match format {
-                    TileFormat::Nvfp4 => format.tile_bytes(),
-                    TileFormat::Bf16 => format.tile_bytes() / 4,
-                };
-                let page = TILE_PANELS * ROWS_STEP * PANEL_ROW_BYTES;
-                let shared_bytes = pages * (page + 16) + warps * slots * (piece + 8) + ranges * 16 + 16;
-                Self { columns, threads: 32 * (warps + 2), blocks: 1, cluster: 1, together: 1, shared_bytes }
             }
             Way::AnyCard => {
                 let shared_bytes = 4 * columns * PANEL_ROW_BYTES + ending;

@@ -14,7 +14,9 @@ use crate::{
             PrefillExpertsArgs, PrefillGatherArgs, PrefillGroupArgs, PrefillLinearArgs, PrefillRouteArgs, Products,
             ROWS_STEP, prefill_combine_launch, prefill_gather_launch, prefill_group_launch, prefill_route_launch,
         },
-        prefill_embed_launch, prefill_kv_launch, prefill_norm_launch,
+        prefill_embed_launch,
+        prefill_few::{PrefillFewArgs, PrefillFewHalf},
+        prefill_kv_launch, prefill_norm_launch,
     },
     tiles::{PARTS, TILE_COLS, TILE_ROWS, TileFormat},
 };
@@ -318,7 +320,7 @@ impl<'a> Builder<'a> {
         };
         let launch = (PREFILL_GATHER, prefill_gather_launch(self.rows));
         steps.push(step(Operation::Gather, index, launch, Args::PrefillGather(args)));
-        let mut up = PrefillExpertsArgs {
+        let up = PrefillExpertsArgs {
             x: b.sorted_rows,
             weights: w + up.tiles,
             scales: w + up.scales,
@@ -326,25 +328,41 @@ impl<'a> Builder<'a> {
             tiles: b.expert_tiles,
             n_tiles: b.n_expert_tiles,
             sorted_rows,
-            counter: b.counter,
-            ..PrefillExpertsArgs::default()
+            reserved: 0,
         };
-        let mut down =
+        let down =
             PrefillExpertsArgs { x: b.act, weights: w + down.tiles, scales: w + down.scales, out: b.sorted_rows, ..up };
-        let together = self.products.experts_share(self.rows);
-        if together {
-            (up.shared_rows, up.panel_rows) = (rows, panel_rows);
-            (up.shared_x, up.shared_out) = (b.normed, b.act_shared);
-            (up.shared_weights, up.shared_scales) = (w + shared_up.tiles, w + shared_up.scales);
-            (down.shared_rows, down.panel_rows) = (rows, panel_rows);
-            (down.shared_x, down.shared_out) = (b.act_shared, b.shared);
-            (down.shared_weights, down.shared_scale) = (w + shared_down, *shared_down_scale);
-        }
-        let launch = self.products.experts_up(format, self.rows);
-        steps.push(step(Operation::ExpertsUp, index, launch, Args::PrefillExperts(up)));
-        let launch = self.products.experts_down(format, self.rows);
-        steps.push(step(Operation::ExpertsDown, index, launch, Args::PrefillExperts(down)));
-        if !together {
+        if self.products.takes_few(self.rows) {
+            let up = PrefillFewHalf {
+                routed: up,
+                shared_x: b.normed,
+                shared_weights: w + shared_up.tiles,
+                shared_scales: w + shared_up.scales,
+                shared_out: b.act_shared,
+                counter: b.few_counters,
+                rows,
+                panel_rows,
+                ..PrefillFewHalf::default()
+            };
+            let down = PrefillFewHalf {
+                routed: down,
+                shared_x: b.act_shared,
+                shared_weights: w + shared_down,
+                shared_scales: 0,
+                shared_out: b.shared,
+                counter: b.few_counters + 4,
+                shared_scale: *shared_down_scale,
+                ..up
+            };
+            let args = PrefillFewArgs { up, down, done: b.few_counters + 8 };
+            let launch = self.products.experts_few(format, self.rows);
+            steps.push(step(Operation::Experts, index, launch, Args::PrefillFew(args)));
+        } else {
+            let launch = self.products.experts_up(format, self.rows);
+            steps.push(step(Operation::ExpertsUp, index, launch, Args::PrefillExperts(up)));
+            let launch = self.products.experts_down(format, self.rows);
+            steps.push(step(Operation::ExpertsDown, index, launch, Args::PrefillExperts(down)));
+
             steps.push(self.swiglu(Operation::SharedUp, index, *shared_up, b.act_shared, shared));
             let args = self.linear_args(b.act_shared, w + shared_down, d / TILE_ROWS, shared, (b.shared, d));
             let args = PrefillLinearArgs { scale: *shared_down_scale, ..args };
