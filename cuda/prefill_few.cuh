@@ -110,17 +110,22 @@ struct FewWork {
     static __device__ __forceinline__ uint32_t strip(uint32_t strip, uint32_t n_shared) {
         return strip < n_shared ? strip % kSharedStrips : (strip - n_shared) % kStrips;
     }
-    // Where a strip's weights begin, and how many tiles they are.
-    __device__ __forceinline__ const uint8_t* weights(uint32_t i, uint32_t tile_bytes, uint32_t& tiles) const {
+    // Where a strip's weights begin. Those of the strips behind it follow up to strip `until`, `tiles` tiles each.
+    __device__ __forceinline__ const uint8_t* weights(uint32_t i, uint32_t tile_bytes, uint32_t& tiles,
+                                                      uint32_t& until) const {
         if (i < n_shared) {
             tiles = kSharedTiles;
+            until = (i / kSharedStrips + 1) * kSharedStrips;
             return args.shared_weights + size_t(i % kSharedStrips) * kSharedTiles * tile_bytes;
         }
         tiles = kTiles;
         const uint32_t at = i - n_shared;
+        until = n_shared + (at / kStrips + 1) * kStrips;
         const uint32_t expert = __ldg(&args.routed.tiles[at / kStrips].expert);
         return args.routed.weights + (size_t(expert) * kStrips + at % kStrips) * kTiles * tile_bytes;
     }
+    // Of all strips with the same columns, or of one.
+    static __device__ __forceinline__ bool same_scales(const Columns& columns) { return !kPairs || !columns.shared; }
     __device__ __forceinline__ float2 scales(const Columns& columns, uint32_t strip) const {
         if (columns.shared)
             return kPairs ? __ldg(args.shared_scales + strip) : make_float2(args.shared_scale, args.shared_scale);
@@ -128,7 +133,7 @@ struct FewWork {
         const float scale = __ldg(args.routed.scales + columns.expert);
         return make_float2(scale, scale);
     }
-    static constexpr int kOutStride = kStrips * kTileRows;  // where the output is rows
+    static constexpr int kOutBytes = kStrips * kTileRows * 2;  // of a row, where the output is rows
 };
 
 using FewUp = FewWork<64, 4, 128, 4, true>;
@@ -202,9 +207,10 @@ struct Pieces {
     const Ranges<Shape, Work>& ranges;
     uint32_t range = 0;
     uint32_t strip, end;
-    uint32_t left = 0;  // pieces of that strip
-    bool more = true;   // ranges
-    const uint8_t* from = nullptr;
+    uint32_t until, tiles;  // strips that follow each other, and tiles of each
+    uint32_t left = 0;      // pieces of that strip
+    bool more = true;       // ranges
+    const uint8_t* from;
 
     __device__ __forceinline__ explicit Pieces(const Ranges<Shape, Work>& ranges) : ranges(ranges) {
         begin(ranges.first);
@@ -218,7 +224,12 @@ struct Pieces {
         from += Piece::kBytes;
         if (--left == 0) {
             strip += Shape::kWarps;
-            find();
+            if (strip < min(end, until)) {
+                from += (Shape::kWarps - 1) * kTileBytes * tiles;
+                left = Piece::kTilePieces * tiles;
+            } else {
+                find();
+            }
         }
         return true;
     }
@@ -234,14 +245,15 @@ struct Pieces {
     }
 
 private:
+    static constexpr uint32_t kTileBytes = Piece::kTilePieces * Piece::kBytes;
+
     __device__ __forceinline__ void begin(const Range& next) {
         strip = ranges.strip(range, next, threadIdx.x / 32), end = next.end;
         find();
     }
     __device__ __forceinline__ void find() {
         if (strip >= end) return;
-        uint32_t tiles;
-        from = ranges.work.weights(strip, Piece::kTilePieces * Piece::kBytes, tiles);
+        from = ranges.work.weights(strip, kTileBytes, tiles, until);
         left = Piece::kTilePieces * tiles;
     }
 };
@@ -299,17 +311,19 @@ __device__ __forceinline__ void load_parts(uint32_t (&b)[4], uint32_t address) {
                  : "r"(address));
 }
 
-// The sums of a strip over G groups of 8 columns; `page` is the first of its columns, `last` says that no other strip
-// of this warp needs them.
+// The sums of a strip over G groups of 8 columns. `page` is the first of its columns, which are new to this warp with
+// its `first` strip, and not needed behind its `last`.
 template <int G, typename Shape, typename Piece>
 __device__ __forceinline__ void multiply_strip(float (&d)[G][4], Slots<Shape, Piece>& pieces, const Pages<Shape>& pages,
-                                               const uint8_t* slots, uint32_t page, uint32_t k_tiles, bool last,
-                                               int lane) {
+                                               const uint8_t* slots, uint32_t page, uint32_t k_tiles, bool first,
+                                               bool last, int lane) {
     const uint32_t row = lane % 8 * kPanelRowBytes + (lane / 8 ^ lane % 8) * 16;
 #pragma unroll 1
     for (uint32_t kt = 0; kt < k_tiles; ++kt, page += G) {
+        if (first) {
 #pragma unroll
-        for (int g = 0; g < G; ++g) pages.wait(page + g);
+            for (int g = 0; g < G; ++g) pages.wait(page + g);
+        }
         uint32_t x[G];
 #pragma unroll
         for (int g = 0; g < G; ++g) x[g] = pages.at(page + g) + row;
@@ -339,55 +353,64 @@ __device__ __forceinline__ void multiply_strip(float (&d)[G][4], Slots<Shape, Pi
     }
 }
 
+// Where a lane's first output of a strip lies: column lane / 4, the pair lane % 4.
+template <typename Work>
+__device__ __forceinline__ uint8_t* outputs(const Columns& columns, uint32_t lane) {
+    const size_t row = columns.row + lane / 4;
+    return columns.out + (Work::kPanels ? row * kPanelRowBytes : row * Work::kOutBytes + 4 * (lane % 4));
+}
+
 // A strip's outputs: 8 activations as they lie in panels, or 16 values of rows.
 template <int G, typename Work>
-__device__ __forceinline__ void write_strip(const float (&d)[G][4], const Columns& columns, uint32_t strip,
-                                            float2 scales, int lane) {
-    const uint32_t t = lane % 4;
+__device__ __forceinline__ void write_strip(const float (&d)[G][4], const Columns& columns, uint8_t* outputs,
+                                            uint32_t strip, float2 scales, uint32_t lane) {
+    if (Work::kPanels) {
+        // Outputs 2 t and 2 t + 1 of the strip are word strip / 2 of a part, see SwigluPanels.
+        const uint32_t part = (4 * (strip % 2) + lane % 4) ^ lane / 4;
+        outputs += strip / kBlockStrips * columns.panel * kPanelRowBytes + 16 * part + strip % kBlockStrips / 2 * 4;
+    } else {
+        outputs += strip * kTileRows * 2;
+    }
 #pragma unroll
     for (int g = 0; g < G; ++g) {
-        const uint32_t column = 8 * g + lane / 4;
-        const bool written = column < columns.rows;
+        const bool written = 8 * g + lane / 4 < columns.rows;
         if (Work::kPanels) {
             const float first = silu_fast(d[g][0] * scales.x) * (d[g][2] * scales.y);
             const float second = silu_fast(d[g][1] * scales.x) * (d[g][3] * scales.y);
-            // Outputs 2 t and 2 t + 1 of the strip are word strip / 2 of a part, see SwigluPanels.
             const uint32_t pair = transpose(pack_bf16(first, second));
-            const uint32_t part = (4 * (strip % 2) + t) ^ column % 8;
-            uint8_t* to = columns.out + (strip / kBlockStrips * columns.panel + columns.row + column) * kPanelRowBytes +
-                          16 * part + strip % kBlockStrips / 2 * 4;
-            if (written) *reinterpret_cast<uint32_t*>(to) = pair;
+            if (written) *reinterpret_cast<uint32_t*>(outputs + 8 * g * kPanelRowBytes) = pair;
         } else {
             const uint32_t low = transpose(pack_bf16(d[g][0] * scales.x, d[g][1] * scales.x));
             const uint32_t high = transpose(pack_bf16(d[g][2] * scales.y, d[g][3] * scales.y));
-            uint32_t* to = reinterpret_cast<uint32_t*>(columns.out) +
-                           ((columns.row + column) * Work::kOutStride + strip * kTileRows) / 2 + t;
+            uint32_t* to = reinterpret_cast<uint32_t*>(outputs + 8 * g * Work::kOutBytes);
             if (written) to[0] = low, to[4] = high;
         }
     }
 }
 
-template <int G, typename Work, typename Shape, typename Piece>
-__device__ __forceinline__ void do_strip(Slots<Shape, Piece>& pieces, const Pages<Shape>& pages, const uint8_t* slots,
-                                         uint32_t page, const Columns& columns, uint32_t strip, float2 scales,
-                                         bool last, int lane) {
-    float d[G][4] = {};
-    multiply_strip<G>(d, pieces, pages, slots, page, columns.k_tiles, last, lane);
-    write_strip<G, Work>(d, columns, strip, scales, lane);
-}
-
-// A warp's strips of a half. Those of the first are counted in `done`.
+// A warp's strips of a half. Those of the first are counted in `done`, each when the next is multiplied and what was
+// written has long arrived: waiting for that costs a microsecond.
 template <typename Piece, typename Shape, typename Work>
 __device__ __forceinline__ void do_half(const Ranges<Shape, Work>& ranges, Slots<Shape, Piece>& pieces,
                                         const Pages<Shape>& pages, uint32_t& page, const uint8_t* slots, uint32_t* done,
                                         uint32_t warp, int lane) {
     const Work& work = ranges.work;
+    uint32_t* written = nullptr;
+    auto count_written = [&] {
+        if (!Work::kPanels || !written) return;
+        __syncwarp();
+        if (lane == 0) {
+            proxy_fence();
+            count(written);
+        }
+    };
     for (uint32_t r = 0;; ++r) {
         const Range range = ranges.get(r);
         if (r > 0 && range.begin >= range.end) break;
         uint32_t i = ranges.strip(r, range, warp);
         for (uint32_t at = range.begin; at < range.end;) {
             const Columns columns = work.columns(at);
+            const uint32_t before = at;
             at = min(columns.end, range.end);
             const uint32_t n_pages = columns.groups * columns.k_tiles;
             // Not before they came: else the next columns' turn could be counted with this one.
@@ -396,27 +419,34 @@ __device__ __forceinline__ void do_half(const Ranges<Shape, Work>& ranges, Slots
                     pages.wait(page + p);
                     if (lane == 0) barrier_arrive(pages.empty(page + p), 0);
                 }
-            for (; i < at; i += Shape::kWarps) {
-                const uint32_t strip = Work::strip(i, work.n_shared);
-                const bool last = i + Shape::kWarps >= at;
-                float2 scales = work.scales(columns, strip);
-                scales.x *= Piece::kWeightScale;
-                scales.y *= Piece::kWeightScale;
-                if (columns.groups == 1)
-                    do_strip<1, Work>(pieces, pages, slots, page, columns, strip, scales, last, lane);
-                else
-                    do_strip<2, Work>(pieces, pages, slots, page, columns, strip, scales, last, lane);
-                if (Work::kPanels) {
-                    __syncwarp();
-                    if (lane == 0) {
-                        proxy_fence();
-                        count(done + columns.index);
-                    }
+            const uint32_t number = Work::strip(before, work.n_shared) - before;
+            uint8_t* to = outputs<Work>(columns, lane);
+            float2 scales = work.scales(columns, 0);
+            bool first = true;
+            for (; i < at; i += Shape::kWarps, first = false) {
+                const uint32_t strip = i + number;
+                if (!work.same_scales(columns)) scales = work.scales(columns, strip);
+                const float2 all = make_float2(scales.x * Piece::kWeightScale, scales.y * Piece::kWeightScale);
+                auto do_strip = [&](auto& d) {
+                    constexpr int G = sizeof(d) / sizeof(d[0]);
+                    multiply_strip(d, pieces, pages, slots, page, columns.k_tiles, first, i + Shape::kWarps >= at,
+                                   lane);
+                    count_written();
+                    write_strip<G, Work>(d, columns, to, strip, all, lane);
+                };
+                if (columns.groups == 1) {
+                    float d[1][4] = {};
+                    do_strip(d);
+                } else {
+                    float d[2][4] = {};
+                    do_strip(d);
                 }
+                written = done + columns.index;
             }
             page += n_pages;
         }
     }
+    count_written();
 }
 
 // Brings a block's columns of a half, those of the second once all strips of the first that make them are done.
