@@ -46,6 +46,29 @@ struct PrefillExpertsArgs {
 };
 static_assert(sizeof(PrefillExpertsArgs) == 56 && offsetof(PrefillExpertsArgs, sorted_rows) == 48);
 
+// One half of prefill_experts_few: what the others do, and the same of the shared expert for all rows.
+struct PrefillFewHalf {
+    PrefillExpertsArgs routed;      // tiles of up to 16 rows
+    const __nv_bfloat16* shared_x;  // panels: up [32, panel_rows, 64], down [16, panel_rows, 64]
+    const uint8_t* shared_weights;  // up [128, 4] tiles of gate and up rows, down [128, 2] tiles
+    const float2* shared_scales;    // up [128] gate, up
+    __nv_bfloat16* shared_out;      // up: panels [16, panel_rows, 64]; down: [T, 2048]
+    uint32_t* counter;              // [1], zero between launches
+    uint32_t rows;                  // T
+    uint32_t panel_rows;            // a multiple of 8, at least T
+    float shared_scale;             // down
+    uint32_t reserved;
+};
+static_assert(sizeof(PrefillFewHalf) == 112 && offsetof(PrefillFewHalf, shared_x) == 56 &&
+              offsetof(PrefillFewHalf, rows) == 96);
+
+// prefill_experts_few (x to act to y).
+struct PrefillFewArgs {
+    PrefillFewHalf up, down;
+    uint32_t* done;  // [1 + ceil(T / 16) + n_tiles], zero between launches
+};
+static_assert(sizeof(PrefillFewArgs) == 232 && offsetof(PrefillFewArgs, down) == 112);
+
 // prefill_route: the choice of experts.
 struct PrefillRouteArgs {
     const float* logits;  // [T, 3, 256] parts that add up to the logits

@@ -253,6 +253,8 @@ struct F32Rows {
     }
 };
 
+__device__ __forceinline__ float silu_fast(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
 // round(silu(gate) * up), as panels: the 8 strips of a unit are the 64 outputs of a panel.
 //
 // The pair of outputs 2 t, 2 t + 1 of strip s lies in part 4 (s % 2) + t of a panel's row, word s / 2. So the four even
@@ -293,7 +295,6 @@ struct SwigluPanels {
     }
 
 private:
-    static __device__ __forceinline__ float silu_fast(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
     static __device__ __forceinline__ void sync(int group) {
         if (group == 0)
             asm volatile("bar.sync 1, 128;" ::: "memory");

@@ -17,8 +17,9 @@ use flint_rs::{
     gpu::Buffer,
     kernels::{
         PrefillNormArgs,
-        decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN},
+        decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN, SHARED_WIDTH},
         prefill::*,
+        prefill_few::*,
         prefill_norm_launch,
     },
     tiles::TileFormat,
@@ -224,16 +225,21 @@ struct Moe {
     experts: Vec<SwiGlu>,
     gate_up: [Buffer; 2],
     down: [Buffer; 2],
+    shared: SwiGlu,
+    shared_gate_up: [Buffer; 2],
+    shared_down: Buffer,
+    shared_scale: f32,
 }
 
 impl Moe {
     fn new(gpu: &Gpu, random: &mut Random, kind: Kind, format: TileFormat) -> Self {
-        let expert = |random: &mut Random| SwiGlu {
-            gate: matrix(random, kind, EXPERT_WIDTH, HIDDEN),
-            up: matrix(random, kind, EXPERT_WIDTH, HIDDEN),
-            down: matrix(random, kind, HIDDEN, EXPERT_WIDTH),
+        let expert = |random: &mut Random, width: usize| SwiGlu {
+            gate: matrix(random, kind, width, HIDDEN),
+            up: matrix(random, kind, width, HIDDEN),
+            down: matrix(random, kind, HIDDEN, width),
         };
-        let experts: Vec<SwiGlu> = (0..DISTINCT).map(|_| expert(random)).collect();
+        let experts: Vec<SwiGlu> = (0..DISTINCT).map(|_| expert(random, EXPERT_WIDTH)).collect();
+        let shared = expert(random, SHARED_WIDTH);
         let all = |parts: Vec<Packed>, scales: usize| {
             let turns = || (0..EXPERTS).map(|e| &parts[e % DISTINCT]);
             let tiles: Vec<u8> = turns().flat_map(|p| p.tiles.iter().copied()).collect();
@@ -242,7 +248,17 @@ impl Moe {
         };
         let gate_up = all(experts.iter().map(|e| Packed::gate_up(format, &e.gate, &e.up)).collect(), 2);
         let down = all(experts.iter().map(|e| Packed::plain(format, &[&e.down])).collect(), 1);
-        Self { experts, gate_up, down }
+        let [shared_up, shared_down] =
+            [Packed::gate_up(format, &shared.gate, &shared.up), Packed::plain(format, &[&shared.down])];
+        Self {
+            experts,
+            gate_up,
+            down,
+            shared,
+            shared_gate_up: [gpu.upload(&shared_up.tiles), gpu.f32s(&shared_up.scales)],
+            shared_down: gpu.upload(&shared_down.tiles),
+            shared_scale: shared_down.scales[0],
+        }
     }
 }
 
@@ -253,6 +269,8 @@ struct Outcome {
     weights: Vec<f32>,
     act: Vec<f32>,
     y: Vec<f32>,
+    act_shared: Vec<f32>,
+    y_shared: Vec<f32>,
     delta: Vec<f32>,
 }
 
@@ -267,10 +285,17 @@ fn logit_parts(logits: &[f32]) -> Vec<f32> {
     logits.chunks_exact(EXPERTS).flat_map(of_row).collect()
 }
 
+/// How the experts' products are made.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum How {
+    Way(Way),
+    Few,
+}
+
 fn run_moe(
     gpu: &Gpu,
     (moe, format): (&Moe, TileFormat),
-    way: Way,
+    how: How,
     x: &[f32],
     logits: &[f32],
     shared_rows: &[f32],
@@ -278,7 +303,13 @@ fn run_moe(
 ) -> Outcome {
     let rows = x.len() / HIDDEN;
     let (panel_rows, sorted_rows) = (rows.next_multiple_of(ROWS_STEP), sorted_rows(rows));
-    let (masks_len, most_columns) = (rows.div_ceil(32) * EXPERTS * 4, way.columns() as u32);
+    let (masks_len, most_columns) = (
+        rows.div_ceil(32) * EXPERTS * 4,
+        match how {
+            How::Way(way) => way.columns() as u32,
+            How::Few => FEW_COLUMNS as u32,
+        },
+    );
     let tiles_len = expert_tiles(rows, most_columns) * 16;
     let [choices_len, act_len, y_len, delta_len] =
         [rows * CHOSEN * 4, sorted_rows * EXPERT_WIDTH * 2, sorted_rows * HIDDEN * 2, rows * HIDDEN * 2];
@@ -288,6 +319,10 @@ fn run_moe(
     let [masks, places] = [(); 2].map(|()| gpu.poisoned(masks_len));
     let (tiles, n_tiles) = (gpu.poisoned(tiles_len), gpu.poisoned(4));
     let [gathered, act, y, delta] = [y_len, act_len, y_len, delta_len].map(|len| gpu.poisoned(len));
+    let counters_len = 4 * (2 + few_counters(rows));
+    let counters = gpu.upload(&vec![0; counters_len]);
+    let act_shared_len = panel_rows * SHARED_WIDTH * 2;
+    let [act_shared, y_shared] = [act_shared_len, delta_len].map(|len| gpu.poisoned(len));
     let route = PrefillRouteArgs {
         logits: logits.address(),
         experts: chosen.address(),
@@ -333,6 +368,43 @@ fn run_moe(
         out: y.address(),
         ..up
     };
+    let shared_up = PrefillLinearArgs {
+        x: x.address(),
+        weights: moe.shared_gate_up[0].address(),
+        scales: moe.shared_gate_up[1].address(),
+        out: act_shared.address(),
+        rows: rows as u32,
+        panel_rows: panel_rows as u32,
+        strips: 2 * SHARED_WIDTH as u32 / 16,
+        k_tiles: HIDDEN as u32 / 512,
+        out_stride: panel_rows as u32,
+        scale: f32::NAN,
+    };
+    let shared_down = PrefillLinearArgs {
+        x: act_shared.address(),
+        weights: moe.shared_down.address(),
+        scales: 0,
+        out: y_shared.address(),
+        strips: HIDDEN as u32 / 16,
+        k_tiles: SHARED_WIDTH as u32 / 512,
+        out_stride: HIDDEN as u32,
+        scale: moe.shared_scale,
+        ..shared_up
+    };
+    let half = |routed: PrefillExpertsArgs, shared: &PrefillLinearArgs, counter: u64| PrefillFewHalf {
+        routed,
+        shared_x: shared.x,
+        shared_weights: shared.weights,
+        shared_scales: shared.scales,
+        shared_out: shared.out,
+        counter: counters.address() + counter,
+        rows: rows as u32,
+        panel_rows: panel_rows as u32,
+        shared_scale: shared.scale,
+        reserved: 0,
+    };
+    let few =
+        PrefillFewArgs { up: half(up, &shared_up, 0), down: half(down, &shared_down, 4), done: counters.address() + 8 };
     let combine = PrefillCombineArgs {
         y: y.address(),
         sorted: sorted.address(),
@@ -373,17 +445,29 @@ fn run_moe(
     };
     let (norm_kernel, norm_launch) = prefill_norm_launch(rows);
     let products = products(gpu);
-    let (up_kernel, up_launch) = products.experts(&PREFILL_EXPERTS_UP, format, way, rows);
-    let (down_kernel, down_launch) = products.experts(&PREFILL_EXPERTS_DOWN, format, way, rows);
     // SAFETY: every buffer has the extent that the structs state, and lives until the downloads below.
     unsafe {
         gpu.launch(PREFILL_ROUTE, prefill_route_launch(rows), pdl, &route);
         gpu.launch(PREFILL_GROUP, prefill_group_launch(rows), pdl, &group);
         // Of few rows both kernels, in turn.
-        let (few, launch) = prefill_gather_launch(rows);
-        gpu.launch(if pdl { few } else { PREFILL_GATHER }, launch, pdl, &gather);
-        gpu.launch(up_kernel, up_launch, pdl, &up);
-        gpu.launch(down_kernel, down_launch, pdl, &down);
+        let (few_rows, launch) = prefill_gather_launch(rows);
+        gpu.launch(if pdl { few_rows } else { PREFILL_GATHER }, launch, pdl, &gather);
+        match how {
+            How::Few => {
+                let (kernel, launch) = products.experts_few(format, rows);
+                gpu.launch(kernel, launch, pdl, &few);
+            }
+            How::Way(way) => {
+                let (kernel, launch) = products.experts(&PREFILL_EXPERTS_UP, format, way, rows);
+                gpu.launch(kernel, launch, pdl, &up);
+                let (kernel, launch) = products.experts(&PREFILL_EXPERTS_DOWN, format, way, rows);
+                gpu.launch(kernel, launch, pdl, &down);
+                let (kernel, launch) = products.swiglu(format, &shared_up);
+                gpu.launch(kernel, launch, pdl, &shared_up);
+                let (kernel, launch) = products.linear(format, &shared_down);
+                gpu.launch(kernel, launch, pdl, &shared_down);
+            }
+        }
         gpu.launch(PREFILL_COMBINE, prefill_combine_launch(rows), pdl, &combine);
         gpu.launch(PREFILL_COMBINE_NORM, prefill_combine_norm_launch(rows), pdl, &combine_norm);
         gpu.launch(norm_kernel, norm_launch, pdl, &norm);
@@ -404,12 +488,18 @@ fn run_moe(
         to_u32s(&output(&n_tiles, 4))[0],
         most_columns,
     );
+    assert!(counters.download().unwrap().iter().all(|&byte| byte == 0), "{how:?}: counters are not as they were");
     let y = to_bf16s(&output(&y, y_len));
+    let act_shared = output(&act_shared, act_shared_len);
+    let padding = from_panels(&act_shared, panel_rows, SHARED_WIDTH, rows..panel_rows);
+    assert!(padding.iter().all(|x| x.is_nan()), "rows that no token owns were written");
     Outcome {
         chosen,
         weights: to_f32s(&output(&weights, choices_len)),
         act: from_panels(&output(&act, act_len), sorted_rows, EXPERT_WIDTH, sorted.iter().map(|&row| row as usize)),
         y: sorted.iter().flat_map(|&row| &y[row as usize * HIDDEN..][..HIDDEN]).copied().collect(),
+        act_shared: from_panels(&act_shared, panel_rows, SHARED_WIDTH, 0..rows),
+        y_shared: to_bf16s(&output(&y_shared, delta_len)),
         delta: to_bf16s(&output(&delta, delta_len)),
     }
 }
@@ -439,21 +529,37 @@ fn check_moe(gpu: &Gpu, random: &mut Random, kind: (Kind, TileFormat), moe: &Moe
     let (x, shared) = (random.bf16s(rows * HIDDEN), random.bf16s(rows * HIDDEN));
     let with = (moe, kind.1);
     let ways = ways(gpu, &PREFILL_EXPERTS_UP);
-    let found = run_moe(gpu, with, ways[0], &x, logits, &shared, false);
-    for way in ways {
-        assert!(run_moe(gpu, with, way, &x, logits, &shared, true) == found, "{way:?}, {rows} rows: other bits");
+    let found = run_moe(gpu, with, How::Way(ways[0]), &x, logits, &shared, false);
+    let few = products(gpu).takes_few(1).then_some(How::Few);
+    for how in ways.into_iter().map(How::Way).chain(few) {
+        assert!(run_moe(gpu, with, how, &x, logits, &shared, true) == found, "{how:?}, {rows} rows: other bits");
         for row in [0, rows / 2, rows - 1] {
             let part = |x: &[f32], len: usize| x[row * len..][..len].to_vec();
             let alone =
-                run_moe(gpu, with, way, &part(&x, HIDDEN), &part(logits, EXPERTS), &part(&shared, HIDDEN), true);
-            assert!(alone.act == part(&found.act, CHOSEN * EXPERT_WIDTH), "{way:?}: act of row {row} of {rows} alone");
-            assert!(alone.delta == part(&found.delta, HIDDEN), "{way:?}: row {row} of {rows} alone");
+                run_moe(gpu, with, how, &part(&x, HIDDEN), &part(logits, EXPERTS), &part(&shared, HIDDEN), true);
+            assert!(alone.act == part(&found.act, CHOSEN * EXPERT_WIDTH), "{how:?}: act of row {row} of {rows} alone");
+            assert!(
+                alone.y_shared == part(&found.y_shared, HIDDEN),
+                "{how:?}: shared expert of row {row} of {rows} alone"
+            );
+            assert!(alone.delta == part(&found.delta, HIDDEN), "{how:?}: row {row} of {rows} alone");
         }
     }
     let routes = Routes::from_logits(logits, EXPERTS, CHOSEN);
+    let check = |expert: &SwiGlu, x: &[f32], act: &[f32], y: &[f32]| {
+        let exact = swiglu_act(expert, x, Float32, &cancel).unwrap();
+        let spread = rms(&exact);
+        assert_close("act", act, &exact, |i| SPREAD * spread + 0.51 * bf16_step(exact[i]));
+        // From the kernel's own activations, so that their rounding is not counted twice.
+        let exact = project(&expert.down, act, Float32, &cancel).unwrap();
+        let spread = rms(&exact);
+        assert_close("y", y, &exact, |i| SPREAD * spread + 0.51 * bf16_step(exact[i]));
+    };
     // The reference is slow: not all of many rows.
     for row in (0..rows).step_by(rows.div_ceil(40)) {
         let x = &x[row * HIDDEN..][..HIDDEN];
+        let act_shared = &found.act_shared[row * SHARED_WIDTH..][..SHARED_WIDTH];
+        check(&moe.shared, x, act_shared, &found.y_shared[row * HIDDEN..][..HIDDEN]);
         let mut chosen: Vec<(usize, f32)> = routes.of(row).collect();
         chosen.sort_unstable_by_key(|&(e, _)| e);
         let mut routed = vec![0f32; HIDDEN];
@@ -462,15 +568,8 @@ fn check_moe(gpu: &Gpu, random: &mut Random, kind: (Kind, TileFormat), moe: &Moe
             assert_eq!(found.chosen[at] as usize, e, "row {row}, slot {slot}");
             // An exponential and two divisions of the card.
             assert!((found.weights[at] - weight).abs() <= 1e-6, "row {row}, slot {slot}: {weight}");
-            let expert = &moe.experts[e % DISTINCT];
-            let exact = swiglu_act(expert, x, Float32, &cancel).unwrap();
-            let act = &found.act[at * EXPERT_WIDTH..][..EXPERT_WIDTH];
-            let spread = rms(&exact);
-            assert_close("act", act, &exact, |i| SPREAD * spread + 0.51 * bf16_step(exact[i]));
-            // From the kernel's own activations, so that their rounding is not counted twice.
-            let exact = project(&expert.down, act, Float32, &cancel).unwrap();
-            let (y, spread) = (&found.y[at * HIDDEN..][..HIDDEN], rms(&exact));
-            assert_close("y", y, &exact, |i| SPREAD * spread + 0.51 * bf16_step(exact[i]));
+            let y = &found.y[at * HIDDEN..][..HIDDEN];
+            check(&moe.experts[e % DISTINCT], x, &found.act[at * EXPERT_WIDTH..][..EXPERT_WIDTH], y);
             for (sum, &y) in routed.iter_mut().zip(y) {
                 *sum = found.weights[at].mul_add(y, *sum);
             }

@@ -120,8 +120,8 @@ fn inputs_are_tokens_and_where_they_stand() {
 #[test]
 fn flint_runs_its_kernels_in_order() {
     use Operation::{
-        Attention, Choose, Combine, DenseDown, DenseUp, Embed, ExpertsDown, ExpertsUp, Gather, Group, LmHead, Norm,
-        Output, Qkv, QkvFinish, Router, SharedDown, SharedUp,
+        Attention, Choose, Combine, DenseDown, DenseUp, Embed, Experts, ExpertsDown, ExpertsUp, Gather, Group, LmHead,
+        Norm, Output, Qkv, QkvFinish, Router, SharedDown, SharedUp,
     };
     let plan = flint();
     let attention = [Qkv, QkvFinish, Attention, Output, Norm];
@@ -138,7 +138,11 @@ fn flint_runs_its_kernels_in_order() {
     assert_eq!(operations(&plan.logits_steps(&BASES, 8000, 192)), [Norm, LmHead]);
     // Without logits nothing follows the last keys and values.
     assert_eq!(operations(&plan.chunk_steps(&BASES, &[part(0, 0, 8192)], false)), expected[..expected.len() - 12]);
-    // The same launches for a chunk of one token and of several sequences.
+    // The same launches for a chunk of one token and of several sequences, but that few rows have their experts in one.
+    expected.retain(|operation| ![SharedUp, SharedDown, ExpertsDown].contains(operation));
+    for operation in expected.iter_mut().filter(|operation| **operation == ExpertsUp) {
+        *operation = Experts;
+    }
     for parts in [vec![part(0, 5, 1)], vec![part(1, 5, 100), part(0, 900, 30)]] {
         assert_eq!(operations(&plan.chunk_steps(&BASES, &parts, true)), expected);
     }
@@ -147,17 +151,22 @@ fn flint_runs_its_kernels_in_order() {
 #[test]
 fn operations_and_bytes_are_those_of_the_dimensions() {
     let plan = flint();
+    let flops = |parts: &[Part]| -> u64 {
+        plan.chunk_steps(&BASES, parts, true).iter().map(|step| plan.chunk_flops(step, parts)).sum()
+    };
     let parts = [part(0, 0, 8192)];
     let steps = plan.chunk_steps(&BASES, &parts, true);
-    let flops: u64 = steps.iter().map(|step| plan.chunk_flops(step, &parts)).sum();
     // Parameters that a token meets.
     let projections = 49 * 2048 * (4096 + 2 * 512 + 4096) + 2 * 3 * 6144 * 2048;
     let moe = 47 * 2048 * (3 * 1024 + 6 * 3 * 512 + 256);
     // 14 layers see everything before, 35 see 513 positions; two products of 128 values, 32 heads.
     let pairs = 14 * (8192 * 8193 / 2) + 35 * (513 * 514 / 2 + (8192 - 513) * 513);
     let expected = 2 * 8192 * (projections + moe) + 2 * 2 * 128 * 32 * pairs;
-    assert_eq!(flops, expected);
-    assert!((46e12..47e12).contains(&(flops as f64)), "{flops}");
+    assert_eq!(flops(&parts), expected);
+    assert!((46e12..47e12).contains(&(expected as f64)), "{expected}");
+    // Few tokens go through other kernels.
+    let pairs = 49 * (100 * 101 / 2);
+    assert_eq!(flops(&[part(0, 0, 100)]), 2 * 100 * (projections + moe) + 2 * 2 * 128 * 32 * pairs);
 
     // Every packed weight but the embedding and the LM head once, at least.
     let bytes = Totals::of(&steps).bytes;
@@ -225,6 +234,16 @@ fn regions(args: &Args, config: &FlintConfig) -> Vec<(&'static str, u64, u64)> {
             assert!(a.sorted_rows.is_multiple_of(8) && a.sorted_rows >= 6 * a.rows + 256 * 7);
             vec![("sorted", a.sorted, u64::from(a.rows) * 24), ("sorted rows", a.out, sorted(a.sorted_rows))]
         }
+        Args::PrefillFew(a) => {
+            let rows = u64::from(a.up.panel_rows);
+            let counters = 4 * (1 + u64::from(a.up.rows).div_ceil(16) + 256 + 6 * u64::from(a.up.rows / 16));
+            vec![
+                ("act of the shared expert", a.up.shared_out, rows * 2048),
+                ("counter", a.up.counter, 4),
+                ("counter", a.down.counter, 4),
+                ("done", a.done, counters),
+            ]
+        }
         Args::PrefillCombine(a) => vec![("shared", a.shared, u64::from(a.rows) * d * 2)],
         Args::PrefillCombineNorm(a) => {
             let bytes = u64::from(a.rows) * d * 2;
@@ -252,11 +271,11 @@ fn buffers_that_are_in_use_together_do_not_meet() {
                     .flat_map(|step| regions(&step.args, plan.config()))
                     .collect();
                 let act = steps.iter().filter(in_half).find_map(|step| match &step.args {
-                    Args::PrefillExperts(a) if step.operation == Operation::ExpertsUp => {
-                        Some(("act", a.out, u64::from(a.sorted_rows) * 1024))
-                    }
+                    Args::PrefillExperts(a) if step.operation == Operation::ExpertsUp => Some(a),
+                    Args::PrefillFew(a) => Some(&a.up.routed),
                     _ => None,
                 });
+                let act = act.map(|a| ("act", a.out, u64::from(a.sorted_rows) * 1024));
                 all.extend(act);
                 all.sort_by_key(|region| region.1);
                 all.dedup_by_key(|region| region.1);
@@ -276,9 +295,12 @@ fn buffers_that_are_in_use_together_do_not_meet() {
                 _ => None,
             };
             if let Some(y) = y {
-                let down =
-                    steps.iter().rfind(|other| other.layer == step.layer && other.operation == Operation::ExpertsDown);
-                let Some(Args::PrefillExperts(down)) = down.map(|step| &step.args) else { panic!("no experts") };
+                let down = steps.iter().filter(|other| other.layer == step.layer).find_map(|other| match &other.args {
+                    Args::PrefillExperts(a) if other.operation == Operation::ExpertsDown => Some(a),
+                    Args::PrefillFew(a) => Some(&a.down.routed),
+                    _ => None,
+                });
+                let down = down.expect("experts");
                 assert_eq!(down.out, y);
                 assert_ne!(down.out, down.x);
             }

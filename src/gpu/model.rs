@@ -337,6 +337,7 @@ impl GpuModel {
             PrefillCombineNorm,
             PrefillEmbed,
             PrefillExperts,
+            PrefillFew,
             PrefillGather,
             PrefillGroup,
             PrefillKv,

@@ -6,6 +6,7 @@ pub mod decode;
 mod general;
 mod load;
 pub mod prefill;
+pub mod prefill_few;
 mod prefill_attention;
 mod prefill_rows;
 mod sample;
@@ -89,6 +90,7 @@ pub enum Args {
     PrefillCombineNorm(prefill::PrefillCombineNormArgs),
     PrefillEmbed(PrefillEmbedArgs),
     PrefillExperts(prefill::PrefillExpertsArgs),
+    PrefillFew(prefill_few::PrefillFewArgs),
     PrefillGather(prefill::PrefillGatherArgs),
     PrefillGroup(prefill::PrefillGroupArgs),
     PrefillKv(PrefillKvArgs),

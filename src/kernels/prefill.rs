@@ -1,11 +1,12 @@
 //! Products over many rows: `cuda/prefill_linear.cu`, `cuda/prefill_experts.cu`, `cuda/prefill_route.cu` and
-//! `cuda/args_prefill.h`.
+//! `cuda/args_prefill.h`. The experts where each has few rows are in [`super::prefill_few`].
 
 use std::mem::offset_of;
 
 use super::{
     Kernel, Launch,
     decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN, distinct_experts},
+    prefill_few::FEW_COLUMNS,
     symbol,
 };
 use crate::tiles::{PARTS, TILE_COLS, TILE_ROWS, TileFormat};
@@ -306,7 +307,7 @@ macro_rules! product {
     };
     ($(#[$doc:meta])* experts $product:ident, $name:literal, $ending:ident) => {
         product!($(#[$doc])* $product, $name, PrefillExpertsArgs, $ending, true, [
-            Way::Wide(256) => "256", Way::Narrow(64) => "64", Way::Narrow(16) => "16", Way::AnyCard => "mma"
+            Way::Wide(256) => "256", Way::Narrow(64) => "64", Way::AnyCard => "mma"
         ]);
     };
 }
@@ -350,8 +351,8 @@ pub const PREFILL_COMBINE_NORM: Kernel =
 /// Picks kernels for a card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Products {
-    hopper: bool,
-    processors: usize,
+    pub(super) hopper: bool,
+    pub(super) processors: usize,
 }
 
 impl Products {
@@ -387,15 +388,14 @@ impl Products {
 
     /// Most rows of a tile of the experts' kernels for T rows, which [`PREFILL_GROUP`] has to know.
     pub fn expert_columns(self, rows: usize) -> u32 {
-        self.experts_way(rows).columns() as u32
+        if self.takes_few(rows) { FEW_COLUMNS as u32 } else { self.experts_way(rows).columns() as u32 }
     }
 
     /// By what was measured on an H200 with random routing, see benches/notes.md.
     fn experts_way(self, rows: usize) -> Way {
         match rows {
             _ if !self.hopper => Way::AnyCard,
-            0..=512 => Way::Narrow(16),
-            513..=3072 => Way::Narrow(64),
+            0..=3072 => Way::Narrow(64),
             _ => Way::Wide(256),
         }
     }

@@ -203,6 +203,7 @@ impl Plan {
             Operation::SharedDown => c.shared_intermediate_size * d,
             Operation::ExpertsUp => 2 * d * routed,
             Operation::ExpertsDown => routed * d,
+            Operation::Experts => 3 * d * (routed + c.shared_intermediate_size),
             Operation::LmHead => d * c.vocab_size,
             Operation::Attention => {
                 let kind = c.layers[step.layer];
