@@ -48,6 +48,8 @@ mod report {
     /// Steps of the decode loop before and while it is timed, in each of its two manners. They need room behind the context.
     const WARM_UP: usize = 16;
     const TOKENS: usize = 128;
+    /// Samplers of a chain that is timed.
+    const SAMPLERS: usize = 8;
     const ROOM: usize = WARM_UP + 2 * TOKENS + 16;
 
     pub(crate) type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -305,13 +307,14 @@ mod report {
         let busy = timed(TOKEN_RING - 1, TOKENS)?;
         let us = before.midpoint(timed(1, TOKENS / 2)?);
         while model.read_step()?.is_some() {}
-        let steps: Vec<Step> = model
-            .calls(&vec![context as u32 - 1; rows.len()], Ending::Token)?
-            .into_iter()
-            .map(|(step, _)| step)
-            .collect();
+        let (steps, calls) = split(model.calls(&vec![context as u32 - 1; rows.len()], Ending::Token)?);
         let totals = Totals::of(&steps);
         table.row(context, rows.len(), "end_to_end", "all", totals.kernels, us, totals.bytes)?;
+        // With parameters and logits that the loop left.
+        let (sampler, call) = (steps.last().ok_or("a step without kernels")?, calls.last().ok_or("no launch")?);
+        let alone = time(model.device(), &vec![call.clone(); SAMPLERS])? / SAMPLERS as f64;
+        let kernel = sampler.kernel.symbol.to_string_lossy();
+        table.row(context, rows.len(), "kernel", &kernel, 1, alone, sampler.launch.bytes)?;
         table.row(context, rows.len(), "host_gap", "all", 0, us - busy, 0)
     }
 }

@@ -11,7 +11,7 @@
 //          expert, then the shared two. A warp stages the inputs of its own tiles
 // bound    memory: (distinct experts + 2) * 128 tiles; at one row the latency of the chain
 // PDL      the experts are chosen, and the first tiles requested, before the wait: the scores are older than the kernel
-//          that this one waits for. Triggers before the wait
+//          that this one waits for. Triggers first
 #include "gemv.cuh"
 #include "routing.cuh"
 
@@ -36,10 +36,9 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
     Routing<NB>& routing = *reinterpret_cast<Routing<NB>*>(sums + NB * kParts * 16);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int strip = blockIdx.x, rows = args.rows;
-    if (strip >= kStrips) {
-        pdl_launch();
-        return pdl_wait();
-    }
+    // Early, while blocks that only wait are there.
+    pdl_launch();
+    if (strip >= kStrips) return pdl_wait();
 
     if (NB > 1) {
         routing.clear();
@@ -63,8 +62,6 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
         load_tile(tile, tile_at(warp), lane);
         scale = scale_of(warp);
     }
-    // While the blocks that only wait are there.
-    pdl_launch();
     pdl_wait();
 
     // Each warp stages what its own tiles need: of an expert, the rows that chose it. A lane looks at one pair of them.

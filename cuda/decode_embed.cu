@@ -25,4 +25,6 @@ extern "C" __global__ void __launch_bounds__(256) decode_embed(const __grid_cons
         float* to = args.rope + row * 2 * kPairs + i;
         rope_angle(args.positions[row], args.inv_freq[i], to[0], to[kPairs]);
     }
+    // For that attention: it starts behind the trigger, not behind this kernel's end.
+    __threadfence();
 }

@@ -6,7 +6,7 @@
 // in   delta, residual [B, 2048] bf16; norm weight [2048] f32; router [256, 2048] f32
 // out  new_residual, normed [B, 2048] bf16; scores [B, 256] f32
 //
-// launch   grid 128, 8 warps: a block takes two rows of the router, each split among 4 warps
+// launch   grid 128, more only wait; 8 warps: a block takes two rows of the router, each split among 4 warps
 // bound    latency; 2.1 MB
 // PDL      the router's rows and the norm's weight are requested before the wait; triggers before it
 #include "gemv.cuh"
@@ -17,6 +17,7 @@ constexpr int kExperts = 256;
 constexpr int kSplit = 4;
 constexpr int kRows = 2;  // of the router, a block
 constexpr int kWarps = kSplit * kRows;
+constexpr int kBlocks = kExperts / kRows;
 constexpr int kInputs = kHidden / kSplit;
 constexpr int kVectors = kInputs / 4 / 32;  // float4 of a row a lane holds
 
@@ -43,6 +44,10 @@ template <int NB>
 __device__ __forceinline__ void decode_router(const DecodeRouterArgs& args) {
     extern __shared__ __align__(16) uint8_t shared[];
     float* sums = reinterpret_cast<float*>(shared + NB * x_stride(kHidden));  // [kWarps, NB]; the norm's before that
+    if (blockIdx.x >= kBlocks) {
+        pdl_launch();
+        return pdl_wait();
+    }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int expert = blockIdx.x * kRows + warp / kSplit, first = warp % kSplit * kInputs;
 

@@ -352,7 +352,7 @@ fn run_moe(gpu: &Gpu, moe: &Moe, format: TileFormat, norm: &Norm, scores: Option
     };
     // SAFETY: every buffer has the extent that the structs state, and lives until the downloads below.
     unsafe {
-        gpu.launch(DECODE_ROUTER.kernel(format, rows), decode_router_launch(rows), pdl, &router);
+        gpu.launch(DECODE_ROUTER.kernel(format, rows), decode_router_launch(rows, 132), pdl, &router);
         gpu.launch(DECODE_EXPERTS_UP.kernel(format, rows), decode_experts_up_launch(format, rows, 44), pdl, &up);
         gpu.launch(DECODE_DOWN.kernel(format, rows), decode_down_launch(format, rows, 44, 132), pdl, &down);
     }

@@ -102,14 +102,9 @@ pub fn decode_attention_launch(n_kv_heads: u32, window: Option<u32>, positions: 
         let grid = [n_kv_heads, (BLOCKS / n_kv_heads).max(1) * rows.min(2), 1];
         (DECODE_ATTENTION, Launch { grid, block: 256, shared_bytes: 0, bytes })
     } else {
-        // Clusters lie on top of each other while others' multiprocessors are free, and then start late, since three do not
-        // fit beside decode_qkv. Beside the 28 KiB that a block has, this leaves room for one, two or three of the 100 KiB
-        // that kernels of a chain want; an H200 places 15 clusters side by side.
-        let shared_bytes = match n_kv_heads * rows {
-            0..=15 => 24 << 10,
-            16..=30 => 7 << 10,
-            _ => 0,
-        };
+        // Three blocks fit on a multiprocessor, and where they may, three clusters wait until decode_qkv leaves them room on
+        // top of each other. With these bytes two fit, clusters spread out, and start early; an H200 then holds 31.
+        let shared_bytes = if n_kv_heads * rows <= 30 { 7 << 10 } else { 0 };
         let grid = [CLUSTER, n_kv_heads, rows];
         (DECODE_ATTENTION_WINDOW, Launch { grid, block: 160, shared_bytes, bytes })
     })

@@ -251,33 +251,32 @@ pub struct LinearShape {
     split: usize,
     /// Strips that a block works on at once.
     groups: usize,
-    /// Fewest blocks, see [`on_each`].
-    least_blocks: usize,
+    /// Multiprocessors that get a block each, see `Launch::on_each`; 0 where blocks may lie as they come.
+    each_of: usize,
     /// Most blocks: more strips are taken in turn.
     most_blocks: usize,
 }
 
 /// Shape of [`DECODE_QKV`].
-pub const QKV_SHAPE: LinearShape = LinearShape { cols: 2048, split: 4, groups: 3, least_blocks: 1, most_blocks: 1024 };
+pub const QKV_SHAPE: LinearShape = LinearShape { cols: 2048, split: 4, groups: 3, each_of: 0, most_blocks: 1024 };
 /// Shape of [`DECODE_DENSE_UP`].
-pub const DENSE_UP_SHAPE: LinearShape =
-    LinearShape { cols: 2048, split: 4, groups: 3, least_blocks: 1, most_blocks: 1024 };
+pub const DENSE_UP_SHAPE: LinearShape = LinearShape { cols: 2048, split: 4, groups: 3, each_of: 0, most_blocks: 1024 };
 
 impl LinearShape {
     /// Shape of [`DECODE_O`] on a card of `processors` multiprocessors.
     pub const fn o(processors: usize) -> Self {
-        Self { cols: 4096, split: 8, groups: 1, least_blocks: processors, most_blocks: 1024 }
+        Self { cols: 4096, split: 8, groups: 1, each_of: processors, most_blocks: 1024 }
     }
 
     /// Shape of [`DECODE_DENSE_DOWN`].
     pub const fn dense_down(processors: usize) -> Self {
-        Self { cols: 6144, split: 6, groups: 1, least_blocks: processors, most_blocks: 1024 }
+        Self { cols: 6144, split: 6, groups: 1, each_of: processors, most_blocks: 1024 }
     }
 
     /// Shape of [`DECODE_LM_HEAD`]: as many blocks as the card holds, for ever.
     pub fn lm_head(processors: usize, format: TileFormat) -> Self {
         let each = if format == TileFormat::Nvfp4 { 2 } else { 1 };
-        Self { cols: 2048, split: 2, groups: 4, least_blocks: 1, most_blocks: each * processors }
+        Self { cols: 2048, split: 2, groups: 4, each_of: 0, most_blocks: each * processors }
     }
 
     /// The launch for a matrix of `strips` strips and `rows` rows of input.
@@ -285,24 +284,18 @@ impl LinearShape {
         let columns = ROWS[variant(rows)];
         let warps = self.split * self.groups;
         let sums = 4 * (2 * warps * TILE_ROWS * columns).max(columns * 8);
-        Launch {
-            grid: [strips.div_ceil(self.groups).max(self.least_blocks).min(self.most_blocks) as u32, 1, 1],
+        let launch = Launch {
+            grid: [strips.div_ceil(self.groups).min(self.most_blocks) as u32, 1, 1],
             block: (warps * 32) as u32,
             shared_bytes: (columns * x_stride(self.cols) + sums) as u32,
             bytes: (strips * self.cols / TILE_COLS * format.tile_bytes() + rows * self.cols * 2) as u64 + out_bytes,
-        }
+        };
+        if self.each_of > 0 { launch.on_each(self.each_of) } else { launch }
     }
 }
 
-/// Blocks for `work` of them and one more for each multiprocessor that these leave free, which only waits. Without it the
-/// kernel behind, which starts beside this one, would get two or three blocks on each free multiprocessor, and end with the
-/// last of them.
-fn on_each(processors: usize, work: usize) -> [u32; 3] {
-    [work.max(processors) as u32, 1, 1]
-}
-
 /// The launch of [`DECODE_ROUTER`].
-pub fn decode_router_launch(rows: usize) -> Launch {
+pub fn decode_router_launch(rows: usize, processors: usize) -> Launch {
     let columns = ROWS[variant(rows)];
     Launch {
         grid: [128, 1, 1],
@@ -310,7 +303,7 @@ pub fn decode_router_launch(rows: usize) -> Launch {
         shared_bytes: (columns * x_stride(HIDDEN) + 4 * 8 * columns) as u32,
         bytes: (EXPERTS * HIDDEN * 4 + rows * (HIDDEN * 8 + EXPERTS * 4)) as u64,
     }
-    .apart()
+    .on_each(processors)
 }
 
 /// The launch of [`DECODE_EXPERTS_UP`], for `distinct` experts in all.
@@ -333,13 +326,13 @@ pub fn decode_down_launch(format: TileFormat, rows: usize, distinct: usize, proc
     let x = columns * CHOSEN * x_stride(EXPERT_WIDTH) + columns * x_stride(SHARED_WIDTH);
     let warps = if columns < 4 { 8 } else { 12 };
     Launch {
-        grid: on_each(processors, 128),
+        grid: [128, 1, 1],
         block: warps * 32,
         shared_bytes: (x + 4 * columns * 8 * TILE_ROWS + routing_bytes(columns)) as u32,
         bytes: ((distinct + 2) * 128 * format.tile_bytes() + rows * (CHOSEN * EXPERT_WIDTH + SHARED_WIDTH + HIDDEN) * 2)
             as u64,
     }
-    .apart()
+    .on_each(processors)
 }
 
 /// The launch of [`DECODE_EMBED`].
@@ -378,7 +371,7 @@ mod tests {
                 LinearShape::o(132).launch(format, 8, 128, 0),
                 DENSE_UP_SHAPE.launch(format, 8, 768, 0),
                 LinearShape::lm_head(132, format).launch(format, 8, 9384, 0),
-                decode_router_launch(8),
+                decode_router_launch(8, 132),
                 decode_experts_up_launch(format, 8, 44),
                 decode_down_launch(format, 8, 44, 132),
             ] {

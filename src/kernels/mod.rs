@@ -52,13 +52,16 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// The same with no two blocks on one multiprocessor: each takes more than half of the shared memory that kernels of a
-    /// chain want.
+    /// The same with one block on each of `processors` multiprocessors, should there be as many. Blocks behind the last only
+    /// wait, and no two fit on one multiprocessor: each takes more than half of the shared memory that kernels of a chain
+    /// want. Blocks start beside those of the kernel before; they would lie two or three on a multiprocessor that has none
+    /// of those, and their kernel would end when the last of these does.
     #[must_use]
-    const fn apart(self) -> Self {
-        const MOST_OF_A_HALF: u32 = 51 << 10;
-        let shared_bytes = if self.shared_bytes < MOST_OF_A_HALF { MOST_OF_A_HALF } else { self.shared_bytes };
-        Self { shared_bytes, ..self }
+    fn on_each(self, processors: usize) -> Self {
+        const MORE_THAN_HALF: u32 = 51 << 10;
+        let [blocks, y, z] = self.grid;
+        let blocks = blocks.max(u32::try_from(processors).unwrap_or(u32::MAX));
+        Self { grid: [blocks, y, z], shared_bytes: self.shared_bytes.max(MORE_THAN_HALF), ..self }
     }
 }
 

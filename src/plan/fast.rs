@@ -399,7 +399,7 @@ impl<'a> Builder<'a> {
                     operation: Operation::Router,
                     layer: index,
                     kernel: decode::DECODE_ROUTER.kernel(format, rows),
-                    launch: decode::decode_router_launch(rows),
+                    launch: decode::decode_router_launch(rows, self.plan.card.processors),
                     args: Args::DecodeRouter(DecodeRouterArgs {
                         norm: NormArgs { normed: b.normed, ..norm },
                         router: w + router,

@@ -22,7 +22,7 @@ use crate::{
 };
 
 /// Percent of an SM's memory that kernels of a chain want as shared memory. A block starts beside those of the kernel before
-/// only where both want the same. 100 of Hopper's 228 KB hold two kernels, see `Launch::apart`; the rest is needed as L1
+/// only where both want the same. 100 of Hopper's 228 KB hold two kernels, see `Launch::on_each`; the rest is needed as L1
 /// cache, through which weights pass.
 const SHARED_PERCENT: c_int = 43;
 /// Shared memory that every kernel may use without asking.
