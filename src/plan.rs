@@ -27,7 +27,7 @@ use crate::{
 use buffers::PrefillBuffers;
 pub use buffers::{Buffers, Space};
 pub use chunk::{Chunk, ChunkInputs, Part};
-pub use fast::{FastLayer, FastMlp, FastWeights, Packed};
+pub use fast::{FastLayer, FastMlp, FastMoe, FastWeights, Packed};
 pub use fit::fit;
 pub use general::{GeneralLayer, GeneralMlp, GeneralWeights, Stored};
 pub use print::{H200_BYTES_PER_SECOND, H200_FLOPS, Totals};

@@ -7,7 +7,7 @@ use super::{
 use crate::{
     error::{Error, Result},
     kernels::{RepackArgs, repack_kernel, repack_launch},
-    plan::{FastMlp, FastWeights, GeneralMlp, GeneralWeights, Packed, Stored, WeightPlan},
+    plan::{FastMlp, FastMoe, FastWeights, GeneralMlp, GeneralWeights, Packed, Stored, WeightPlan},
     tiles::{TILE_COLS, TILE_ROWS, TileFormat, pack_parts},
 };
 
@@ -107,7 +107,7 @@ impl<'b> Packer<'_, 'b> {
                     self.pair(gate, up_rows, *up)?;
                     self.rows(&[down_rows], *down)?;
                 }
-                FastMlp::Moe { router, router_parts, shared_up, up, down, shared_down, shared_down_scale } => {
+                FastMlp::Moe(FastMoe { router, router_parts, shared_up, up, down, shared_down, shared_down_scale }) => {
                     let [shared_gate, shared_up_rows, shared_down_rows] =
                         ["gate", "up", "down"].map(|p| self.one(&name(&format!("ffn_{p}_shexp"))));
                     self.pair(shared_gate, shared_up_rows, *shared_up)?;

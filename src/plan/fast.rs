@@ -63,22 +63,26 @@ pub enum FastMlp {
         down: Packed,
     },
     /// A mixture of experts.
-    Moe {
-        /// `[E, D]` f32.
-        router: u64,
-        /// `[3 E / 16, D / 512]` BF16 tiles of three matrices that add up to the same, for products over many rows.
-        router_parts: u64,
-        /// `[shared / 8, D / 512]` tiles.
-        shared_up: Packed,
-        /// `[E, F / 8, D / 512]` tiles; scales `[E, 2]`.
-        up: Packed,
-        /// `[E, D / 16, F / 512]` tiles; scales `[E]`.
-        down: Packed,
-        /// `[D / 16, shared / 512]` tiles.
-        shared_down: u64,
-        /// Its scale, an argument of the kernel; 1 until the weights are there.
-        shared_down_scale: f32,
-    },
+    Moe(FastMoe),
+}
+
+/// Offsets of a mixture of experts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FastMoe {
+    /// `[E, D]` f32.
+    pub router: u64,
+    /// `[3 E / 16, D / 512]` BF16 tiles of three matrices that add up to the same, for products over many rows.
+    pub router_parts: u64,
+    /// `[shared / 8, D / 512]` tiles.
+    pub shared_up: Packed,
+    /// `[E, F / 8, D / 512]` tiles; scales `[E, 2]`.
+    pub up: Packed,
+    /// `[E, D / 16, F / 512]` tiles; scales `[E]`.
+    pub down: Packed,
+    /// `[D / 16, shared / 512]` tiles.
+    pub shared_down: u64,
+    /// Its scale, an argument of the kernel; 1 until the weights are there.
+    pub shared_down_scale: f32,
 }
 
 /// Offsets of all weights in one allocation.
@@ -120,7 +124,7 @@ impl FastWeights {
                 Mlp::Dense => {
                     FastMlp::Dense { up: packed(&mut space, 2 * dense, d), down: packed(&mut space, d, dense) }
                 }
-                Mlp::Moe => FastMlp::Moe {
+                Mlp::Moe => FastMlp::Moe(FastMoe {
                     router: space.take(e * d * 4),
                     router_parts: space.take(prefill::router_bytes(e, d)),
                     shared_up: packed(&mut space, 2 * shared, d),
@@ -128,7 +132,7 @@ impl FastWeights {
                     down: Packed { tiles: space.take(e * tiles(d, f)), scales: space.take(e * 4) },
                     shared_down: space.take(tiles(d, shared)),
                     shared_down_scale: 1.0,
-                },
+                }),
             },
         };
         let layers = config.layers.iter().map(layer).collect();
@@ -391,7 +395,7 @@ impl<'a> Builder<'a> {
                 ));
                 self.dense_down(index, down, steps);
             }
-            FastMlp::Moe { router, shared_up, up, down, shared_down, shared_down_scale, .. } => {
+            FastMlp::Moe(FastMoe { router, shared_up, up, down, shared_down, shared_down_scale, .. }) => {
                 let (rows, format, w) = (self.rows(), self.format, self.weights);
                 let config = &self.plan.config;
                 let distinct = distinct_experts(config.n_experts, config.n_experts_per_token, rows);

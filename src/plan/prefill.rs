@@ -1,8 +1,8 @@
 //! Chunks on the fast path: their buffers and launches.
 
 use super::{
-    Bases, Buffers, ChunkInputs, FastLayer, FastMlp, FastWeights, LayerCache, Limits, Operation, Packed, Part, Plan,
-    PrefillBuffers, Step,
+    Bases, Buffers, ChunkInputs, FastLayer, FastMlp, FastMoe, FastWeights, LayerCache, Limits, Operation, Packed, Part,
+    Plan, PrefillBuffers, Step,
 };
 use crate::{
     kernels::{
@@ -285,17 +285,15 @@ impl<'a> Builder<'a> {
                 steps.push(self.linear(Operation::DenseDown, index, (b.act_dense, width), *down, (b.delta, d)));
                 steps.extend(next.map(|norm| self.norm(norm)));
             }
-            FastMlp::Moe { .. } => {
-                self.moe(index, &layer.mlp, steps);
+            FastMlp::Moe(moe) => {
+                self.moe(index, moe, steps);
                 steps.push(self.combine(index, next));
             }
         }
     }
 
-    fn moe(&self, index: usize, layer: &FastMlp, steps: &mut Vec<Step>) {
-        let FastMlp::Moe { router_parts, shared_up, up, down, shared_down, shared_down_scale, .. } = layer else {
-            unreachable!("a dense layer")
-        };
+    fn moe(&self, index: usize, layer: &FastMoe, steps: &mut Vec<Step>) {
+        let FastMoe { router_parts, shared_up, up, down, shared_down, shared_down_scale, .. } = layer;
         let (b, config, w, format) = (&self.buffers, &self.plan.config, self.weights, self.format);
         let (d, shared) = (config.hidden_size, config.shared_intermediate_size);
 
