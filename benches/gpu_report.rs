@@ -45,7 +45,7 @@ mod report {
     const REPLAYS: usize = 20;
     const SAMPLE_US: f64 = 8000.0;
     const SAMPLES: usize = 9;
-    /// Steps of the decode loop before and while it is timed, in each of its two manners. They need room behind the context.
+    /// Steps of the decode loop before and while it is timed, in each of its two manners. They need room around the context.
     const WARM_UP: usize = 16;
     const TOKENS: usize = 128;
     /// Samplers of a chain that is timed.
@@ -191,13 +191,25 @@ mod report {
         Ok(model.device().synchronize("filling the cache")?)
     }
 
-    fn measure(model: &mut GpuModel, table: &mut Table, context: usize, batch: usize) -> Result<()> {
-        let ids: Vec<SequenceId> = (0..batch).map(|_| model.add_sequence()).collect::<flint_rs::Result<_>>()?;
-        for &id in &ids {
-            model.skip(id, context - 1)?;
+    /// Sequences of `tokens` tokens, each with the token that comes then.
+    fn sequences(model: &mut GpuModel, batch: usize, tokens: usize) -> Result<Vec<(SequenceId, u32)>> {
+        let one = |token| {
+            let id = model.add_sequence()?;
+            model.skip(id, tokens)?;
+            Ok((id, token))
+        };
+        (100..).take(batch).map(one).collect()
+    }
+
+    fn remove(model: &mut GpuModel, rows: Vec<(SequenceId, u32)>) {
+        for (id, _) in rows {
+            model.remove_sequence(id);
         }
+    }
+
+    fn measure(model: &mut GpuModel, table: &mut Table, context: usize, batch: usize) -> Result<()> {
         // The last token of the context, so that every buffer holds what a step leaves, and positions stand there.
-        let rows: Vec<_> = ids.iter().zip(100..).map(|(&id, token)| (id, token)).collect();
+        let rows = sequences(model, batch, context - 1)?;
         model.forward(&rows)?;
 
         let positions = vec![context as u32 - 1; batch];
@@ -211,10 +223,11 @@ mod report {
         if batch <= IN_STEP_ROWS {
             in_step(model, table, context, &positions)?;
         }
+        remove(model, rows);
+        // So that the mean of the loop's steps has this context.
+        let rows = sequences(model, batch, context.saturating_sub(ROOM / 2))?;
         decode(model, table, context, &rows)?;
-        for id in ids {
-            model.remove_sequence(id);
-        }
+        remove(model, rows);
         Ok(())
     }
 
