@@ -24,6 +24,7 @@ mod report {
     use std::{
         collections::{BTreeMap, BTreeSet},
         error::Error,
+        ffi::CStr,
         fs::File,
         io::{Write, stdout},
         time::Instant,
@@ -231,6 +232,11 @@ mod report {
         Ok(())
     }
 
+    /// Steps of one kind run the same kernel over as much; attention over a window and over everything differ.
+    fn kind(step: &Step) -> (Operation, u32, &'static CStr) {
+        (step.operation, step.launch.grid[0], step.kernel.symbol)
+    }
+
     fn split(calls: Vec<(Step, Call)>) -> (Vec<Step>, Vec<Call>) {
         calls.into_iter().unzip()
     }
@@ -238,10 +244,9 @@ mod report {
     /// Microseconds of one kernel of each kind, as part of a chain of all of its kind in the step: their weights are
     /// different ones, so they come from memory as they do in a step.
     fn kernels(model: &GpuModel, table: &mut Table, context: usize, positions: &[u32]) -> Result<()> {
-        let mut groups: BTreeMap<(Operation, u32), Vec<(Step, Call)>> = BTreeMap::new();
+        let mut groups: BTreeMap<_, Vec<(Step, Call)>> = BTreeMap::new();
         for (step, call) in model.calls(positions, Ending::Logits)? {
-            // Attention over a window and over everything differ.
-            groups.entry((step.operation, step.launch.grid[0])).or_default().push((step, call));
+            groups.entry(kind(&step)).or_default().push((step, call));
         }
         for calls in groups.into_values() {
             let (steps, calls) = split(calls);
@@ -258,7 +263,6 @@ mod report {
     fn in_step(model: &GpuModel, table: &mut Table, context: usize, positions: &[u32]) -> Result<()> {
         let calls = model.calls(positions, Ending::Logits)?;
         let all = time(model.device(), &calls.iter().map(|(_, call)| call.clone()).collect::<Vec<_>>())?;
-        let kind = |step: &Step| (step.operation, step.launch.grid[0]);
         let kinds: BTreeSet<_> = calls.iter().map(|(step, _)| kind(step)).collect();
         for removed in kinds {
             let (with, without): (Vec<_>, Vec<_>) = calls.iter().partition(|(step, _)| kind(step) == removed);

@@ -1,4 +1,4 @@
-// Arguments of decode_attention.cu; src/kernels/attention.rs mirrors them.
+// Arguments of decode_attention.cu and decode_attention_many.cu; src/kernels/attention.rs mirrors them.
 #pragma once
 
 #include <cstddef>
@@ -6,6 +6,9 @@
 
 // Most parts that the positions of a row are divided into: with 4 KV heads, one for each multiprocessor of an H200.
 constexpr uint32_t kAttentionParts = 33;
+// Dynamic shared memory of decode_attention_many.cu, where there is much and where there is little.
+constexpr uint32_t kAttentionManyBytes = 206080;
+constexpr uint32_t kAttentionManySmallBytes = 89088;
 
 struct DecodeAttentionArgs {
     const void* qkv;            // [B, (8 + 2) G, 128] bf16: q, k, v as projected; 16-byte aligned

@@ -233,24 +233,10 @@ __device__ __forceinline__ void attend(Shared<Shape>& shared, const DecodeAttent
     }
 
     // The parts: of each head, the last to be there finds the others' in memory.
-    const uint64_t group = uint64_t(done.row) * args.kv_heads + done.kv_head;
-    float* partial = args.partial + group * kAttentionParts * kGroup * kPartial;
+    const Parts parts(args, done.row, done.kv_head);
     for (int head = warp; head < kGroup; head += kWarps) {
         Merged x = of_warps(head);
-        if (done.parts > 1) {
-            float* to = partial + (done.part * kGroup + head) * kPartial;
-            __stcg(reinterpret_cast<float4*>(to) + lane, x.out);
-            if (lane == 0) __stcg(reinterpret_cast<float2*>(to + kHeadDim), make_float2(x.max, x.sum));
-            __syncwarp();
-            fence_gpu();
-            uint32_t* counter = args.counters + group * kGroup + head;
-            const uint32_t before = lane == 0 ? atomicAdd(counter, 1u) : 0;
-            if (__shfl_sync(~0u, before, 0) != done.parts - 1) continue;
-            fence_gpu();
-            __syncwarp();
-            if (lane == 0) *counter = 0;
-            x = merge_parts(partial + head * kPartial, done.parts);
-        }
+        if (done.parts > 1 && !parts.merge(x, head, done.part, done.parts, lane)) continue;
         store_attn(args, x, shared.sink[head], done.row, kGroup * done.kv_head + head, lane);
     }
 }

@@ -101,6 +101,40 @@ __device__ __forceinline__ Merged merge_parts(const float* partial, int parts) {
 // reverse.
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
+// Where the parts of a row and KV head leave what they have.
+struct Parts {
+    float* partial;
+    uint32_t* counters;
+
+    __device__ __forceinline__ Parts(const DecodeAttentionArgs& args, uint32_t row, uint32_t kv_head) {
+        const uint64_t group = uint64_t(row) * args.kv_heads + kv_head;
+        partial = args.partial + group * kAttentionParts * kGroup * kPartial;
+        counters = args.counters + group * kGroup;
+    }
+
+    // Leaves what a warp has of a head for the warps of the other parts.
+    __device__ __forceinline__ void leave(const Merged& x, int head, uint32_t part, int lane) const {
+        float* to = partial + (part * kGroup + head) * kPartial;
+        __stcg(reinterpret_cast<float4*>(to) + lane, x.out);
+        if (lane == 0) __stcg(reinterpret_cast<float2*>(to + kHeadDim), make_float2(x.max, x.sum));
+    }
+
+    // The same, and the last to be there gets true, and the result of them all.
+    __device__ __forceinline__ bool merge(Merged& x, int head, uint32_t part, uint32_t parts, int lane) const {
+        leave(x, head, part, lane);
+        __syncwarp();
+        fence_gpu();
+        uint32_t* counter = counters + head;
+        const uint32_t before = lane == 0 ? atomicAdd(counter, 1u) : 0;
+        if (__shfl_sync(~0u, before, 0) != parts - 1) return false;
+        fence_gpu();
+        __syncwarp();
+        if (lane == 0) *counter = 0;
+        x = merge_parts(partial + head * kPartial, parts);
+        return true;
+    }
+};
+
 // bf16(out / (sum + exp2(sink - max))), through the larger maximum, for dims 4 lane to 4 lane + 3 of a head.
 __device__ __forceinline__ void store_attn(const DecodeAttentionArgs& args, const Merged& x, float sink, uint32_t row,
                                            uint32_t head, int lane) {

@@ -67,6 +67,15 @@ struct Tile {
 #pragma unroll
             for (int h = 0; h < 2; ++h) load_once(v[m][h], from + (16 * m + 8 * h) * kBlock);
     }
+
+    // From a part of K in shared memory, the dims of one s: all that one step of the product needs.
+    __device__ __forceinline__ void read_k(const __nv_bfloat16* part, int s, int g, int t) {
+        const __nv_bfloat16* from = part + (4 * J * (g / 2) + g % 2) * kHeadDim + 8 * t + 32 * s;
+#pragma unroll
+        for (int j = 0; j < J; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) k[j][i][s] = *reinterpret_cast<const uint4*>(from + (4 * j + 2 * i) * kHeadDim);
+    }
 };
 
 // What a warp has attended to: of heads 2 t and 2 t + 1, in powers of two.
@@ -114,22 +123,45 @@ __device__ __forceinline__ float dot(const Heads& q, const __nv_bfloat16* k, int
     return (sum + __shfl_xor_sync(~0u, sum, 2)) * kScoreScale;
 }
 
-// Scores of a tile, [j]: row g of part (j, 0) for both heads, row g of part (j, 1).
 template <int J>
-__device__ __forceinline__ void multiply_k(float (&score)[J][4], const Tile<J>& tile, const Heads& q, int g, int t) {
+__device__ __forceinline__ void clear(float (&score)[J][4]) {
 #pragma unroll
     for (int j = 0; j < J; ++j)
 #pragma unroll
         for (int c = 0; c < 4; ++c) score[j][c] = 0;
+}
+
+// Of the dims of one s, x being those of q.
+template <int J>
+__device__ __forceinline__ void multiply_k(float (&score)[J][4], const Tile<J>& tile, const uint4& x, int s) {
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+        const uint4 &a = tile.k[j][0][s], &b = tile.k[j][1][s];
+        mma(score[j], a.x, b.x, a.y, b.y, x.x, x.y);
+        mma(score[j], a.z, b.z, a.w, b.w, x.z, x.w);
+    }
+}
+
+// Scores of a tile, [j]: row g of part (j, 0) for both heads, row g of part (j, 1).
+template <int J>
+__device__ __forceinline__ void multiply_k(float (&score)[J][4], const Tile<J>& tile, const Heads& q, int g, int t) {
+    clear(score);
+#pragma unroll
+    for (int s = 0; s < 4; ++s) multiply_k(score, tile, q.get(s, g, t), s);
+}
+
+// The same of a tile whose part of K is in shared memory.
+template <int J>
+__device__ __forceinline__ void multiply_k(float (&score)[J][4], const __nv_bfloat16* part, const Heads& q, int g,
+                                           int t) {
+    clear(score);
+    Tile<J> tile;
+    tile.read_k(part, 0, g, t);
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
         const uint4 x = q.get(s, g, t);
-#pragma unroll
-        for (int j = 0; j < J; ++j) {
-            const uint4 &a = tile.k[j][0][s], &b = tile.k[j][1][s];
-            mma(score[j], a.x, b.x, a.y, b.y, x.x, x.y);
-            mma(score[j], a.z, b.z, a.w, b.w, x.z, x.w);
-        }
+        if (s + 1 < 4) tile.read_k(part, s + 1, g, t);
+        multiply_k(score, tile, x, s);
     }
 }
 
@@ -200,4 +232,23 @@ __device__ __forceinline__ void multiply_v(Softmax& soft, const Tile<J>& tile, c
             const uint32_t *a = &tile.v[m][0][2 * j], *b = &tile.v[m][1][2 * j];
             mma(soft.out[m], a[0], b[0], a[1], b[1], p[j][0], p[j][1]);
         }
+}
+
+// Both for a tile of 32 positions whose part of V is in shared memory.
+__device__ __forceinline__ void multiply_v(Softmax& soft, const __nv_bfloat16* part, const uint32_t (&p)[2][2],
+                                           int first, int start, int end, int g, int t) {
+    const __nv_bfloat16* from = part + g * kBlock + 8 * t;
+    uint32_t mask[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        const int at = first + 8 * t + 2 * w;
+        mask[w] = (at >= start && at < end ? 0xFFFFu : 0) | (at + 1 >= start && at + 1 < end ? 0xFFFF0000u : 0);
+    }
+#pragma unroll
+    for (int m = 0; m < 8; ++m) {
+        const uint4 a = *reinterpret_cast<const uint4*>(from + 16 * m * kBlock);
+        const uint4 b = *reinterpret_cast<const uint4*>(from + (16 * m + 8) * kBlock);
+        mma(soft.out[m], a.x & mask[0], b.x & mask[0], a.y & mask[1], b.y & mask[1], p[0][0], p[0][1]);
+        mma(soft.out[m], a.z & mask[2], b.z & mask[2], a.w & mask[3], b.w & mask[3], p[1][0], p[1][1]);
+    }
 }

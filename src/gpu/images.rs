@@ -48,6 +48,7 @@ macro_rules! image {
 /// Every `.cu` of this build.
 pub static IMAGES: &[Image] = &[
     image!("decode_attention", [kernels::DECODE_ATTENTION, kernels::DECODE_ATTENTION_WINDOW], []),
+    image!("decode_attention_many", [kernels::DECODE_ATTENTION_MANY, kernels::DECODE_ATTENTION_MANY_WINDOW], []),
     image!("decode_down", [], [decode::DECODE_DOWN]),
     image!("decode_embed", [decode::DECODE_EMBED], []),
     image!("decode_experts_up", [], [decode::DECODE_EXPERTS_UP]),

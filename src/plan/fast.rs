@@ -338,7 +338,8 @@ impl<'a> Builder<'a> {
     /// Of a step of any number of rows.
     pub fn attention(&self, index: usize, layer: &FastLayer, cache: &LayerCache) -> Step {
         let (b, config) = (&self.buffers, &self.plan.config);
-        let (kernel, launch) = decode_attention_launch(config.n_kv_heads as u32, cache.window, self.positions)
+        let card = (self.plan.card.major, self.plan.card.processors as u32);
+        let (kernel, launch) = decode_attention_launch(card, config.n_kv_heads as u32, cache.window, self.positions)
             .expect("a step has no more rows than a launch holds, and the path 4 KV heads");
         Step {
             operation: Operation::Attention,

@@ -1,4 +1,4 @@
-//! Attention over a block KV cache against the CPU's reference: the fast kernel and the general ones take the same cases.
+//! Attention over a block KV cache against the CPU's reference: the fast kernels and the general ones take the same cases.
 
 use std::ops::Range;
 
@@ -11,8 +11,10 @@ use flint_rs::{
     },
     gpu::Buffer,
     kernels::{
-        DecodeAttentionArgs, GENERAL_ATTENTION, GENERAL_QKV_FINISH, GeneralAttentionArgs, GeneralQkvFinishArgs,
-        decode_attention_launch, decode_attention_partial_bytes,
+        DecodeAttentionArgs, GENERAL_ATTENTION, GENERAL_QKV_FINISH, GeneralAttentionArgs, GeneralQkvFinishArgs, Kernel,
+        Launch, PREFILL_KV, PrefillKvArgs, PrefillTile,
+        decode::{DECODE_EMBED, DecodeEmbedArgs, decode_embed_launch},
+        decode_attention_few_launch, decode_attention_many_launch, decode_attention_partial_bytes, prefill_kv_launch,
     },
     kv::{BLOCK_POSITIONS, PoolLayout},
 };
@@ -24,7 +26,10 @@ use crate::cpu_support::{Random, configs};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Path {
-    Fast,
+    /// As in steps of few rows.
+    Few,
+    /// As in steps of many.
+    Many,
     General,
 }
 
@@ -202,7 +207,7 @@ pub fn check(gpu: &Gpu, random: &mut Random, path: Path, shape: Shape, positions
     step.check_pool(&what, &pool, &pool_buffer, &sequences, &new_k, &tables);
     assert!(step.counters.download().unwrap().iter().all(|&byte| byte == 0), "{what}: counters are left at zero");
     assert!(together == step.run(gpu, path, &pool_buffer, 0..positions.len(), true, 0), "{what}: PDL changes bits");
-    if path == Path::Fast {
+    if path != Path::General {
         // In panels, with rows behind the last that stay as they were.
         let panel_rows = positions.len().next_multiple_of(8) + 8;
         let panels = step.run(gpu, path, &pool_buffer, 0..positions.len(), false, panel_rows);
@@ -214,6 +219,102 @@ pub fn check(gpu: &Gpu, random: &mut Random, path: Path, shape: Shape, positions
         let alone = step.run(gpu, path, &pool_buffer, row..row + 1, false, 0);
         assert!(alone == together[row * row_bytes..][..row_bytes], "{what}: row {row} depends on the others");
     }
+}
+
+/// The keys and values that decode, in both forms, and prefill make of the same projections are the same to the bit.
+pub fn check_keys(gpu: &Gpu, random: &mut Random, shape: Shape, positions: &[u32]) {
+    const HIDDEN: usize = 2048;
+    let Shape { n_heads, n_kv_heads, head_dim, .. } = shape;
+    let (rows, kv_heads) = (positions.len(), n_kv_heads as u32);
+    let layout = PoolLayout { n_layers: 1, n_kv_heads, head_dim };
+    let config = FlintConfig { head_dim, rope_theta: 10_000.0, ..configs(false)[0].clone() };
+    let inv_freq = gpu.f32s(Rope::new(&config).inv_freq());
+    let qkv_values = random.bf16s(rows * (n_heads + 2 * n_kv_heads) * head_dim);
+    let [q_norm, k_norm] = [(); 2].map(|()| gpu.f32s(&random.normals(head_dim)));
+    let sinks = gpu.f32s(&random.normals(n_heads));
+    // Each row has one block, which every position of it leads to. A window of one position reads no other.
+    let table_stride = *positions.iter().max().unwrap() as usize / BLOCK_POSITIONS + 1;
+    let tables: Vec<u32> = (0..rows).flat_map(|row| vec![row as u32; table_stride]).collect();
+    let (blocks, position_buffer) = (gpu.u32s(&tables), gpu.u32s(positions));
+    let (eps, block_stride, table_stride) = (EPS, layout.block_values() as u64, table_stride as u32);
+
+    let (embedding, tokens) = (gpu.bf16s(&random.bf16s(HIDDEN)), gpu.u32s(&vec![0; rows]));
+    let [delta, residual] = [(); 2].map(|()| gpu.poisoned(rows * HIDDEN * 2));
+    let angles = gpu.poisoned(rows * head_dim * 4);
+    let embed = DecodeEmbedArgs {
+        embedding: embedding.address(),
+        tokens: tokens.address(),
+        positions: position_buffer.address(),
+        inv_freq: inv_freq.address(),
+        delta: delta.address(),
+        residual: residual.address(),
+        rope: angles.address(),
+    };
+    // SAFETY: every buffer has the extent that the struct states, and lives until the downloads.
+    unsafe { gpu.launch(DECODE_EMBED, decode_embed_launch(rows), false, &embed) };
+
+    let pool_bytes = rows * layout.block_bytes();
+    let decoded = |path: Path| {
+        let (pool, qkv) = (gpu.poisoned(pool_bytes), gpu.bf16s(&qkv_values));
+        let attn = gpu.poisoned(rows * n_heads * head_dim * 2);
+        let args = DecodeAttentionArgs {
+            qkv: qkv.address(),
+            kv: pool.address(),
+            blocks: blocks.address(),
+            positions: position_buffer.address(),
+            q_norm: q_norm.address(),
+            k_norm: k_norm.address(),
+            rope: if shape.rope { angles.address() } else { 0 },
+            sinks: sinks.address(),
+            attn: attn.address(),
+            partial: 0,
+            counters: 0,
+            block_stride,
+            table_stride,
+            window: 1,
+            eps,
+            rows: rows as u32,
+            kv_heads,
+            panel_rows: 0,
+        };
+        let (kernel, launch) = decode_launch(gpu, path, kv_heads, Some(1), positions);
+        // SAFETY: as above.
+        unsafe { gpu.launch(kernel, launch, false, &args) };
+        output(&pool, pool_bytes)
+    };
+    let (pool, qkv) = (gpu.poisoned(pool_bytes), gpu.bf16s(&qkv_values));
+    let tiles = PrefillTile::cut(positions.iter().enumerate().map(|(row, &at)| (row as u32, at..at + 1)));
+    let words = gpu.u32s(&tiles.iter().flat_map(|tile| tile.words()).collect::<Vec<_>>());
+    let args = PrefillKvArgs {
+        qkv: qkv.address(),
+        kv: pool.address(),
+        blocks: blocks.address(),
+        tiles: words.address(),
+        q_norm: q_norm.address(),
+        k_norm: k_norm.address(),
+        inv_freq: if shape.rope { inv_freq.address() } else { 0 },
+        block_stride,
+        table_stride,
+        eps,
+    };
+    // SAFETY: as above.
+    unsafe { gpu.launch(PREFILL_KV, prefill_kv_launch(kv_heads, &tiles).unwrap(), false, &args) };
+    let prefilled = output(&pool, pool_bytes);
+    let written = prefilled.chunks_exact(2).filter(|value| **value != [super::POISON; 2]).count();
+    assert_eq!(written, rows * 2 * n_kv_heads * head_dim, "one key and one value a row and head");
+    for path in [Path::Few, Path::Many] {
+        assert!(decoded(path) == prefilled, "{path:?} {shape:?}: keys or values differ from prefill's");
+    }
+}
+
+/// Of a form of decode's attention.
+fn decode_launch(gpu: &Gpu, path: Path, kv_heads: u32, window: Option<u32>, positions: &[u32]) -> (Kernel, Launch) {
+    match path {
+        Path::Few => decode_attention_few_launch(kv_heads, window, positions),
+        Path::Many => decode_attention_many_launch(gpu.card(), kv_heads, window, positions),
+        Path::General => None,
+    }
+    .expect("a form of decode, and no more rows than it takes")
 }
 
 /// Rows of `cols` bf16 values in the order of `cuda/panel.cuh`, and poison where no row is.
@@ -302,7 +403,7 @@ impl Step {
         let (block_stride, table_stride) = (self.layout.block_values() as u64, self.table_stride as u32);
         let u32_window = window.map(|window| window as u32);
         match path {
-            Path::Fast => {
+            Path::Few | Path::Many => {
                 assert_eq!((head_dim, n_heads), (128, 8 * n_kv_heads));
                 let args = DecodeAttentionArgs {
                     qkv: qkv.address(),
@@ -325,7 +426,7 @@ impl Step {
                     panel_rows: panel_rows as u32,
                 };
                 let (kernel, launch) =
-                    decode_attention_launch(n_kv_heads as u32, u32_window, &self.positions[rows.clone()]).unwrap();
+                    decode_launch(gpu, path, n_kv_heads as u32, u32_window, &self.positions[rows.clone()]);
                 // SAFETY: every buffer has the extent that the struct states, and lives until the download.
                 unsafe { gpu.launch(kernel, launch, pdl, &args) };
             }

@@ -26,6 +26,11 @@ impl Gpu {
         Self { kernels: device.kernels(IMAGES), device }
     }
 
+    /// Its compute capability before the point, and its multiprocessors.
+    pub fn card(&self) -> (i32, u32) {
+        (self.device.capability().unwrap().0, self.device.processors().unwrap() as u32)
+    }
+
     pub fn upload(&self, bytes: &[u8]) -> Buffer {
         self.device.upload(bytes).unwrap()
     }

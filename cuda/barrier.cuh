@@ -1,0 +1,40 @@
+// A barrier in shared memory at which some threads arrive and others wait: mbarrier, on any card.
+#pragma once
+
+#include <cstdint>
+
+#include "bulk.cuh"
+
+struct Barrier {
+    uint64_t word;
+
+    __device__ __forceinline__ uint32_t address() const { return shared_address(&word); }
+
+    // By one thread; then all who use it have to meet.
+    __device__ __forceinline__ void init(uint32_t arrivals) {
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
+    }
+
+    // One arrival for all lanes of a warp: what they wrote before is seen by who waits.
+    __device__ __forceinline__ void arrive(int lane) {
+        __syncwarp();
+        if (lane == 0) {
+            asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(address())
+                         : "memory");
+        }
+    }
+
+    // Until phase number `phase` is over. It cannot be told from the next but one: that has to be impossible.
+    __device__ __forceinline__ void wait(uint32_t phase) const {
+#if __CUDA_ARCH__ >= 900
+        barrier_wait(address(), phase % 2);
+#else
+        asm volatile(
+            "{\n\t.reg .pred done;\n\t"
+            "again:\n\tmbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n\t"
+            "@!done bra again;\n\t}" ::"r"(address()),
+            "r"(phase % 2)
+            : "memory");
+#endif
+    }
+};
