@@ -28,7 +28,8 @@ impl Gpu {
 
     /// Its compute capability before the point, and its multiprocessors.
     pub fn card(&self) -> (i32, u32) {
-        (self.device.capability().unwrap().0, self.device.processors().unwrap() as u32)
+        let card = self.device.card().unwrap();
+        (card.major, card.processors as u32)
     }
 
     pub fn upload(&self, bytes: &[u8]) -> Buffer {
