@@ -145,8 +145,8 @@ fn every_card_takes_the_fast_path_with_what_it_has() {
             (10, "mma.sync, clusters, dependent launches", true),
             (12, "mma.sync, clusters, dependent launches", true),
         ] {
-            // What a block has on cards of 8.6, 8.9 and 12.0; Hopper's own kernels take more.
-            let block_shared_bytes = if major == 9 { 227 << 10 } else { 99 << 10 };
+            // What a block has on cards of 9.0 and 10.0, and on those of 8.6, 8.9 and 12.0.
+            let block_shared_bytes = if (9..12).contains(&major) { 227 << 10 } else { 99 << 10 };
             let card = Card { major, processors: 84, block_shared_bytes };
             let plan = Plan::new(&config, &Types::of_synthetic(&config, dtype).unwrap(), limits, card).unwrap();
             assert!(matches!(plan.path(), Path::Fast(_)), "{major}: {}", plan.path());
