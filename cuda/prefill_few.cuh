@@ -1,14 +1,11 @@
-// Both of the experts' products where each has few rows: what counts is that weights stream from memory without a gap.
+// The experts' products where each has few rows: what counts is that weights stream from memory without a gap.
 //
 // Every warp multiplies strips of its own, whose pieces it brings itself, two ahead, past the caches into shared
 // memory; no warp waits for another's weights. The 16 warps of a block share the columns: pages of 8 columns and 512
-// inputs, which one thread brings. Of each half, a block begins with its share of three quarters of all strips, in one
-// run, so that columns are brought once for many strips. The rest is dealt out in short ranges to whoever is done:
-// multiprocessors get unequal shares of the bandwidth. The shared expert's strips, over all rows, come first.
-//
-// Between the halves nothing waits but columns of the second one, each tile's for all its strips of the first. All
-// blocks run at once, so none waits for one that has not begun. A sum is one accumulator over the inputs in order, as
-// everywhere, so it does not matter who makes it.
+// inputs, which one thread brings. A block begins with its share of three quarters of all strips, in one run, so that
+// columns are brought once for many strips. The rest is dealt out in short ranges to whoever is done: multiprocessors
+// get unequal shares of the bandwidth. The shared expert's strips, over all rows, come first. A sum is one accumulator
+// over the inputs in order, as everywhere, so it does not matter who makes it.
 #pragma once
 
 #include "bulk.cuh"
@@ -31,8 +28,7 @@ struct Few {
     // Ranges that are remembered: the fastest warp is at most as many ahead of the slowest as there are pages, and
     // requests weights of two more.
     static constexpr uint32_t kRanges = 16;
-    static constexpr int kRangesAt = kBarriersAt + 8 * (2 * kPages + kWarps * kSlots + 2 * (kRanges + 1));
-    static constexpr int kSharedBytes = kRangesAt + 2 * (kRanges * 8 + 8);
+    static constexpr int kRangesAt = kBarriersAt + 8 * (2 * kPages + kWarps * kSlots + kRanges + 1);
 };
 
 // Strips begin to end - 1.
@@ -42,8 +38,7 @@ struct Range {
 
 // Strips that have their columns in common: those of a tile of an expert.
 struct Columns {
-    uint32_t end;    // number of the strip behind the last
-    uint32_t index;  // among all these
+    uint32_t end;  // number of the strip behind the last
     uint32_t expert;
     uint32_t rows;    // columns that are written
     uint32_t groups;  // of 8 columns
@@ -55,33 +50,29 @@ struct Columns {
     bool shared;  // of the shared expert
 };
 
-// A half. Strips are numbered: those of the shared expert for its first rows, for the next ones, then those of each
-// tile.
+// Strips are numbered: those of the shared expert for its first rows, for the next ones, then those of each tile.
 template <int kStrips, int kTiles, int kSharedStrips, int kSharedTiles, bool kPairs>
 struct FewWork {
     static constexpr uint32_t kMost = 16;
-    static constexpr uint32_t kOfColumns = kStrips, kOfShared = kSharedStrips;
     static constexpr bool kPanels = kPairs;  // of the output
     static constexpr uint32_t kDealt = 16;   // strips that are dealt out at once
-    const PrefillFewHalf& args;
+    const PrefillExpertsArgs& args;
     uint32_t n_shared;  // strips of the shared expert, of all its tiles
 
-    __device__ __forceinline__ explicit FewWork(const PrefillFewHalf& args)
-        : args(args), n_shared((args.rows + kMost - 1) / kMost * kSharedStrips) {}
+    __device__ __forceinline__ explicit FewWork(const PrefillExpertsArgs& args)
+        : args(args), n_shared((args.shared_rows + kMost - 1) / kMost * kSharedStrips) {}
     // The first of strips that cost `cost`: one of the shared expert costs as many as its inputs are longer.
     __device__ __forceinline__ uint32_t at_cost(uint32_t cost) const {
         constexpr uint32_t kCost = kSharedTiles / kTiles;
         return cost < kCost * n_shared ? (cost + kCost - 1) / kCost : cost - kCost * n_shared + n_shared;
     }
-    __device__ __forceinline__ uint32_t n_columns() const { return n_shared / kSharedStrips + *args.routed.n_tiles; }
     __device__ __forceinline__ uint32_t cost() const {
-        return kSharedTiles / kTiles * n_shared + *args.routed.n_tiles * kStrips;
+        return kSharedTiles / kTiles * n_shared + *args.n_tiles * kStrips;
     }
     __device__ __forceinline__ Columns columns(uint32_t strip) const {
         if (strip < n_shared) {
-            const uint32_t tile = strip / kSharedStrips, row = tile * kMost, rows = min(args.rows - row, kMost);
+            const uint32_t tile = strip / kSharedStrips, row = tile * kMost, rows = min(args.shared_rows - row, kMost);
             return {(tile + 1) * kSharedStrips,
-                    tile,
                     0,
                     rows,
                     (rows + 7) / 8,
@@ -93,83 +84,55 @@ struct FewWork {
                     true};
         }
         const uint32_t index = (strip - n_shared) / kStrips;
-        const uint4 tile = __ldg(reinterpret_cast<const uint4*>(args.routed.tiles) + index);
+        const uint4 tile = __ldg(reinterpret_cast<const uint4*>(args.tiles) + index);
         return {n_shared + (index + 1) * kStrips,
-                n_shared / kSharedStrips + index,
                 tile.x,
                 tile.z,
                 (tile.z + 7) / 8,
                 kTiles,
                 tile.y,
-                args.routed.sorted_rows,
-                reinterpret_cast<const uint8_t*>(args.routed.x),
-                reinterpret_cast<uint8_t*>(args.routed.out),
+                args.sorted_rows,
+                reinterpret_cast<const uint8_t*>(args.x),
+                reinterpret_cast<uint8_t*>(args.out),
                 false};
     }
     // Which of its matrix's strips it is.
     static __device__ __forceinline__ uint32_t strip(uint32_t strip, uint32_t n_shared) {
         return strip < n_shared ? strip % kSharedStrips : (strip - n_shared) % kStrips;
     }
-    // Where a strip's weights begin. Those of the strips behind it follow up to strip `until`, `tiles` tiles each.
-    __device__ __forceinline__ const uint8_t* weights(uint32_t i, uint32_t tile_bytes, uint32_t& tiles,
-                                                      uint32_t& until) const {
+    // Where a strip's weights begin, and how many tiles they are.
+    __device__ __forceinline__ const uint8_t* weights(uint32_t i, uint32_t tile_bytes, uint32_t& tiles) const {
         if (i < n_shared) {
             tiles = kSharedTiles;
-            until = (i / kSharedStrips + 1) * kSharedStrips;
             return args.shared_weights + size_t(i % kSharedStrips) * kSharedTiles * tile_bytes;
         }
         tiles = kTiles;
         const uint32_t at = i - n_shared;
-        until = n_shared + (at / kStrips + 1) * kStrips;
-        const uint32_t expert = __ldg(&args.routed.tiles[at / kStrips].expert);
-        return args.routed.weights + (size_t(expert) * kStrips + at % kStrips) * kTiles * tile_bytes;
+        const uint32_t expert = __ldg(&args.tiles[at / kStrips].expert);
+        return args.weights + (size_t(expert) * kStrips + at % kStrips) * kTiles * tile_bytes;
     }
-    // Of all strips with the same columns, or of one.
-    static __device__ __forceinline__ bool same_scales(const Columns& columns) { return !kPairs || !columns.shared; }
     __device__ __forceinline__ float2 scales(const Columns& columns, uint32_t strip) const {
         if (columns.shared)
             return kPairs ? __ldg(args.shared_scales + strip) : make_float2(args.shared_scale, args.shared_scale);
-        if (kPairs) return __ldg(reinterpret_cast<const float2*>(args.routed.scales) + columns.expert);
-        const float scale = __ldg(args.routed.scales + columns.expert);
+        if (kPairs) return __ldg(reinterpret_cast<const float2*>(args.scales) + columns.expert);
+        const float scale = __ldg(args.scales + columns.expert);
         return make_float2(scale, scale);
     }
-    static constexpr int kOutBytes = kStrips * kTileRows * 2;  // of a row, where the output is rows
+    static constexpr int kOutStride = kStrips * kTileRows;  // where the output is rows
 };
 
-using FewUp = FewWork<64, 4, 128, 4, true>;
-using FewDown = FewWork<128, 1, 128, 2, false>;
-
 #if __CUDA_ARCH_FEAT_SM90_ALL
-
-// One more strip is done, and what this warp wrote of it can be seen.
-__device__ __forceinline__ void count(uint32_t* done) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(done) : "memory");
-}
-__device__ __forceinline__ uint32_t counted(const uint32_t* done) {
-    uint32_t n;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n) : "l"(done) : "memory");
-    return n;
-}
-// Between ordinary stores to global memory and bulk copies of the same.
-__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // The ranges of a block: number 0 is its share, the others are dealt out to it. An empty one is the last.
 template <typename Shape, typename Work>
 struct Ranges {
     const Work& work;
-    Range* ranges;      // [kRanges]
-    uint32_t* wanted;   // number of the next to be asked for
-    uint32_t barriers;  // shared address: one for each range, and that of whoever asks
     Range first;
     uint32_t dealt, end;  // strips that are dealt out
+    Range* ranges;        // [kRanges]
+    uint32_t* wanted;     // number of the next to be asked for
+    uint32_t barriers;    // shared address: one for each range, and that of whoever asks
 
-    __device__ __forceinline__ Ranges(const Work& work, Range* ranges, uint32_t* wanted, uint32_t barriers)
-        : work(work), ranges(ranges), wanted(wanted), barriers(barriers) {
-        const uint32_t cost = work.cost(), own = cost / 4 * 3;
-        first = {work.at_cost(own * blockIdx.x / gridDim.x), work.at_cost(own * (blockIdx.x + 1) / gridDim.x)};
-        dealt = work.at_cost(own);
-        end = work.at_cost(cost);
-    }
     __device__ __forceinline__ Range get(uint32_t i) const {
         if (i == 0) return first;
         barrier_wait(barrier(i), (i - 1) / Shape::kRanges % 2);
@@ -201,35 +164,33 @@ private:
     __device__ __forceinline__ uint32_t barrier(uint32_t i) const { return barriers + (i - 1) % Shape::kRanges * 8; }
 };
 
-// A warp's pieces of a half, in the order in which they are multiplied: what is requested next.
+// A warp's weights on their way: pieces of the strips that it takes, kSlots of them requested.
 template <typename Shape, typename Piece, typename Work>
 struct Pieces {
     const Ranges<Shape, Work>& ranges;
-    uint32_t range = 0;
+    uint32_t slots, barriers;  // shared addresses, this warp's
+    uint32_t range = 0;        // of what is requested next
     uint32_t strip, end;
-    uint32_t until, tiles;  // strips that follow each other, and tiles of each
-    uint32_t left = 0;      // pieces of that strip
-    bool more = true;       // ranges
-    const uint8_t* from;
+    uint32_t left = 0;  // pieces of that strip
+    bool more = true;   // ranges
+    const uint8_t* from = nullptr;
+    uint32_t slot = 0, parity = 0;  // of what is multiplied next
 
-    __device__ __forceinline__ explicit Pieces(const Ranges<Shape, Work>& ranges) : ranges(ranges) {
+    __device__ __forceinline__ Pieces(const Ranges<Shape, Work>& ranges, uint32_t slots, uint32_t barriers)
+        : ranges(ranges), slots(slots), barriers(barriers) {
         begin(ranges.first);
     }
-    __device__ __forceinline__ bool request(uint32_t to, uint32_t barrier, bool leader) {
+    // The next piece, into the slot that was used up last, or one that never was.
+    __device__ __forceinline__ bool request(uint32_t slot, bool leader) {
         if (left == 0) return false;
         if (leader) {
-            barrier_expect(barrier, Piece::kBytes);
-            bulk_copy(to, from, Piece::kBytes, barrier);
+            barrier_expect(barriers + 8 * slot, Piece::kBytes);
+            bulk_copy(slots + slot * Piece::kBytes, from, Piece::kBytes, barriers + 8 * slot);
         }
         from += Piece::kBytes;
         if (--left == 0) {
             strip += Shape::kWarps;
-            if (strip < min(end, until)) {
-                from += (Shape::kWarps - 1) * kTileBytes * tiles;
-                left = Piece::kTilePieces * tiles;
-            } else {
-                find();
-            }
+            find();
         }
         return true;
     }
@@ -243,51 +204,24 @@ struct Pieces {
             begin(next);
         }
     }
+    __device__ __forceinline__ void wait() const { barrier_wait(barriers + 8 * slot, parity); }
+    __device__ __forceinline__ void advance(bool leader) {
+        look_ahead(leader);
+        request(slot, leader);
+        if (++slot == Shape::kSlots) slot = 0, parity ^= 1;
+    }
 
 private:
-    static constexpr uint32_t kTileBytes = Piece::kTilePieces * Piece::kBytes;
-
     __device__ __forceinline__ void begin(const Range& next) {
         strip = ranges.strip(range, next, threadIdx.x / 32), end = next.end;
         find();
     }
     __device__ __forceinline__ void find() {
         if (strip >= end) return;
-        from = ranges.work.weights(strip, kTileBytes, tiles, until);
+        uint32_t tiles;
+        from = ranges.work.weights(strip, Piece::kTilePieces * Piece::kBytes, tiles);
         left = Piece::kTilePieces * tiles;
     }
-};
-
-// A warp's weights on their way: kSlots pieces of both halves.
-template <typename Shape, typename Piece>
-struct Slots {
-    Pieces<Shape, Piece, FewUp> up;
-    Pieces<Shape, Piece, FewDown> down;
-    uint32_t slots, barriers;       // shared addresses, this warp's
-    uint32_t slot = 0, parity = 0;  // of what is multiplied next
-
-    // The first pieces, before the wait; how many.
-    __device__ __forceinline__ int begin(bool leader) {
-        int i = 0;
-        while (i < Shape::kSlots && up.request(at(i), barrier(i), leader)) ++i;
-        return i;
-    }
-    // The next piece into a slot that was used up, or never was.
-    __device__ __forceinline__ void request(uint32_t slot, bool leader) {
-        up.look_ahead(leader);
-        if (up.request(at(slot), barrier(slot), leader)) return;
-        down.look_ahead(leader);
-        down.request(at(slot), barrier(slot), leader);
-    }
-    __device__ __forceinline__ void wait() const { barrier_wait(barrier(slot), parity); }
-    __device__ __forceinline__ void advance(bool leader) {
-        request(slot, leader);
-        if (++slot == Shape::kSlots) slot = 0, parity ^= 1;
-    }
-
-private:
-    __device__ __forceinline__ uint32_t at(uint32_t slot) const { return slots + slot * Piece::kBytes; }
-    __device__ __forceinline__ uint32_t barrier(uint32_t slot) const { return barriers + 8 * slot; }
 };
 
 // The pages as one side sees them: which of all that were ever filled, counted over the kernel.
@@ -311,19 +245,17 @@ __device__ __forceinline__ void load_parts(uint32_t (&b)[4], uint32_t address) {
                  : "r"(address));
 }
 
-// The sums of a strip over G groups of 8 columns. `page` is the first of its columns, which are new to this warp with
-// its `first` strip, and not needed behind its `last`.
-template <int G, typename Shape, typename Piece>
-__device__ __forceinline__ void multiply_strip(float (&d)[G][4], Slots<Shape, Piece>& pieces, const Pages<Shape>& pages,
-                                               const uint8_t* slots, uint32_t page, uint32_t k_tiles, bool first,
-                                               bool last, int lane) {
+// The sums of a strip over G groups of 8 columns; `page` is the first of its columns, `last` says that no other strip
+// of this warp needs them.
+template <int G, typename Shape, typename Piece, typename Work>
+__device__ __forceinline__ void multiply_strip(float (&d)[G][4], Pieces<Shape, Piece, Work>& pieces,
+                                               const Pages<Shape>& pages, const uint8_t* slots, uint32_t page,
+                                               uint32_t k_tiles, bool last, int lane) {
     const uint32_t row = lane % 8 * kPanelRowBytes + (lane / 8 ^ lane % 8) * 16;
 #pragma unroll 1
     for (uint32_t kt = 0; kt < k_tiles; ++kt, page += G) {
-        if (first) {
 #pragma unroll
-            for (int g = 0; g < G; ++g) pages.wait(page + g);
-        }
+        for (int g = 0; g < G; ++g) pages.wait(page + g);
         uint32_t x[G];
 #pragma unroll
         for (int g = 0; g < G; ++g) x[g] = pages.at(page + g) + row;
@@ -353,133 +285,45 @@ __device__ __forceinline__ void multiply_strip(float (&d)[G][4], Slots<Shape, Pi
     }
 }
 
-// Where a lane's first output of a strip lies: column lane / 4, the pair lane % 4.
-template <typename Work>
-__device__ __forceinline__ uint8_t* outputs(const Columns& columns, uint32_t lane) {
-    const size_t row = columns.row + lane / 4;
-    return columns.out + (Work::kPanels ? row * kPanelRowBytes : row * Work::kOutBytes + 4 * (lane % 4));
-}
-
 // A strip's outputs: 8 activations as they lie in panels, or 16 values of rows.
 template <int G, typename Work>
-__device__ __forceinline__ void write_strip(const float (&d)[G][4], const Columns& columns, uint8_t* outputs,
-                                            uint32_t strip, float2 scales, uint32_t lane) {
-    if (Work::kPanels) {
-        // Outputs 2 t and 2 t + 1 of the strip are word strip / 2 of a part, see SwigluPanels.
-        const uint32_t part = (4 * (strip % 2) + lane % 4) ^ lane / 4;
-        outputs += strip / kBlockStrips * columns.panel * kPanelRowBytes + 16 * part + strip % kBlockStrips / 2 * 4;
-    } else {
-        outputs += strip * kTileRows * 2;
-    }
+__device__ __forceinline__ void write_strip(const float (&d)[G][4], const Columns& columns, uint32_t strip,
+                                            float2 scales, int lane) {
+    const uint32_t t = lane % 4;
 #pragma unroll
     for (int g = 0; g < G; ++g) {
-        const bool written = 8 * g + lane / 4 < columns.rows;
+        const uint32_t column = 8 * g + lane / 4;
+        const bool written = column < columns.rows;
         if (Work::kPanels) {
             const float first = silu_fast(d[g][0] * scales.x) * (d[g][2] * scales.y);
             const float second = silu_fast(d[g][1] * scales.x) * (d[g][3] * scales.y);
+            // Outputs 2 t and 2 t + 1 of the strip are word strip / 2 of a part, see SwigluPanels.
             const uint32_t pair = transpose(pack_bf16(first, second));
-            if (written) *reinterpret_cast<uint32_t*>(outputs + 8 * g * kPanelRowBytes) = pair;
+            const uint32_t part = (4 * (strip % 2) + t) ^ column % 8;
+            uint8_t* to = columns.out + (strip / kBlockStrips * columns.panel + columns.row + column) * kPanelRowBytes +
+                          16 * part + strip % kBlockStrips / 2 * 4;
+            if (written) *reinterpret_cast<uint32_t*>(to) = pair;
         } else {
             const uint32_t low = transpose(pack_bf16(d[g][0] * scales.x, d[g][1] * scales.x));
             const uint32_t high = transpose(pack_bf16(d[g][2] * scales.y, d[g][3] * scales.y));
-            uint32_t* to = reinterpret_cast<uint32_t*>(outputs + 8 * g * Work::kOutBytes);
+            uint32_t* to = reinterpret_cast<uint32_t*>(columns.out) +
+                           ((columns.row + column) * Work::kOutStride + strip * kTileRows) / 2 + t;
             if (written) to[0] = low, to[4] = high;
         }
     }
 }
 
-// A warp's strips of a half. Those of the first are counted in `done`, each when the next is multiplied and what was
-// written has long arrived: waiting for that costs a microsecond.
-template <typename Piece, typename Shape, typename Work>
-__device__ __forceinline__ void do_half(const Ranges<Shape, Work>& ranges, Slots<Shape, Piece>& pieces,
-                                        const Pages<Shape>& pages, uint32_t& page, const uint8_t* slots, uint32_t* done,
-                                        uint32_t warp, int lane) {
-    const Work& work = ranges.work;
-    uint32_t* written = nullptr;
-    auto count_written = [&] {
-        if (!Work::kPanels || !written) return;
-        __syncwarp();
-        if (lane == 0) {
-            proxy_fence();
-            count(written);
-        }
-    };
-    for (uint32_t r = 0;; ++r) {
-        const Range range = ranges.get(r);
-        if (r > 0 && range.begin >= range.end) break;
-        uint32_t i = ranges.strip(r, range, warp);
-        for (uint32_t at = range.begin; at < range.end;) {
-            const Columns columns = work.columns(at);
-            const uint32_t before = at;
-            at = min(columns.end, range.end);
-            const uint32_t n_pages = columns.groups * columns.k_tiles;
-            // Not before they came: else the next columns' turn could be counted with this one.
-            if (i >= at)
-                for (uint32_t p = 0; p < n_pages; ++p) {
-                    pages.wait(page + p);
-                    if (lane == 0) barrier_arrive(pages.empty(page + p), 0);
-                }
-            const uint32_t number = Work::strip(before, work.n_shared) - before;
-            uint8_t* to = outputs<Work>(columns, lane);
-            float2 scales = work.scales(columns, 0);
-            bool first = true;
-            for (; i < at; i += Shape::kWarps, first = false) {
-                const uint32_t strip = i + number;
-                if (!work.same_scales(columns)) scales = work.scales(columns, strip);
-                const float2 all = make_float2(scales.x * Piece::kWeightScale, scales.y * Piece::kWeightScale);
-                auto do_strip = [&](auto& d) {
-                    constexpr int G = sizeof(d) / sizeof(d[0]);
-                    multiply_strip(d, pieces, pages, slots, page, columns.k_tiles, first, i + Shape::kWarps >= at,
-                                   lane);
-                    count_written();
-                    write_strip<G, Work>(d, columns, to, strip, all, lane);
-                };
-                if (columns.groups == 1) {
-                    float d[1][4] = {};
-                    do_strip(d);
-                } else {
-                    float d[2][4] = {};
-                    do_strip(d);
-                }
-                written = done + columns.index;
-            }
-            page += n_pages;
-        }
-    }
-    count_written();
+template <int G, typename Shape, typename Piece, typename Work>
+__device__ __forceinline__ void do_strip(Pieces<Shape, Piece, Work>& pieces, const Pages<Shape>& pages,
+                                         const uint8_t* slots, uint32_t page, const Columns& columns, uint32_t strip,
+                                         float2 scales, bool last, int lane) {
+    float d[G][4] = {};
+    multiply_strip<G>(d, pieces, pages, slots, page, columns.k_tiles, last, lane);
+    write_strip<G, Work>(d, columns, strip, scales, lane);
 }
 
-// Brings a block's columns of a half, those of the second once all strips of the first that make them are done.
-template <typename Shape, typename Work>
-__device__ __forceinline__ void bring_half(const Ranges<Shape, Work>& ranges, const Pages<Shape>& pages, uint32_t& page,
-                                           const uint32_t* done) {
-    for (uint32_t r = 0;; ++r) {
-        const Range range = ranges.get(r);
-        if (r > 0 && range.begin >= range.end) break;
-        for (uint32_t i = range.begin; i < range.end;) {
-            const Columns columns = ranges.work.columns(i);
-            if (!Work::kPanels) {
-                const uint32_t all = columns.shared ? FewUp::kOfShared : FewUp::kOfColumns;
-                while (counted(done + columns.index) < all) __nanosleep(64);
-                proxy_fence();
-            }
-            for (uint32_t kt = 0; kt < columns.k_tiles; ++kt)
-                for (uint32_t g = 0; g < columns.groups; ++g, ++page) {
-                    barrier_wait(pages.empty(page), Pages<Shape>::parity(page) ^ 1);
-                    barrier_expect(pages.full(page), Shape::kPageBytes);
-                    const uint8_t* from =
-                        columns.x + (kt * kChunks * columns.panel + columns.row + 8 * g) * kPanelRowBytes;
-                    for (int p = 0; p < kChunks; ++p)
-                        bulk_copy(pages.at(page) + p * Shape::kPanelBytes, from + p * columns.panel * kPanelRowBytes,
-                                  Shape::kPanelBytes, pages.full(page));
-                }
-            i = columns.end;
-        }
-    }
-}
-
-template <typename Piece>
-__device__ __forceinline__ void prefill_few(const PrefillFewArgs& args) {
+template <typename Piece, typename Work>
+__device__ __forceinline__ void prefill_few(const PrefillExpertsArgs& args) {
     using Shape = Few<Piece>;
     extern __shared__ __align__(1024) uint8_t shared[];
     const uint32_t base = shared_address(shared), barriers = base + Shape::kBarriersAt;
@@ -488,61 +332,99 @@ __device__ __forceinline__ void prefill_few(const PrefillFewArgs& args) {
     const int lane = threadIdx.x % 32;
     const uint32_t slot_barriers = barriers + 16 * Shape::kPages;
     const uint32_t range_barriers = slot_barriers + 8 * Shape::kWarps * Shape::kSlots;
-    constexpr uint32_t kRangeBarriers = Shape::kRanges + 1;
-    Range* known = reinterpret_cast<Range*>(shared + Shape::kRangesAt);
-    uint32_t* wanted = reinterpret_cast<uint32_t*>(known + 2 * Shape::kRanges);
-    uint32_t* done = args.done + 1;
+    uint32_t* wanted = reinterpret_cast<uint32_t*>(shared + Shape::kRangesAt + Shape::kRanges * sizeof(Range));
 
     if (threadIdx.x < Shape::kPages) {
         barrier_init(pages.full(threadIdx.x), 1);
         barrier_init(pages.empty(threadIdx.x), Shape::kWarps);
-    } else if (threadIdx.x < Shape::kPages + Shape::kWarps * Shape::kSlots + 2 * kRangeBarriers) {
+    } else if (threadIdx.x < Shape::kPages + Shape::kWarps * Shape::kSlots + Shape::kRanges + 1) {
         barrier_init(slot_barriers + 8 * (threadIdx.x - Shape::kPages), 1);
     }
-    if (threadIdx.x < 2) wanted[threadIdx.x] = 1;
+    if (threadIdx.x == 0) *wanted = 1;
     barrier_init_fence();
     __syncthreads();
 
-    const FewUp up{args.up};
-    const FewDown down{args.down};
-    const Ranges<Shape, FewUp> up_ranges(up, known, wanted, range_barriers);
-    const Ranges<Shape, FewDown> down_ranges(down, known + Shape::kRanges, wanted + 1,
-                                             range_barriers + 8 * kRangeBarriers);
+    const Work work{args};
+    const uint32_t cost = work.cost(), own = cost / 4 * 3;
+    const Ranges<Shape, Work> ranges{
+        work,
+        {work.at_cost(own * blockIdx.x / gridDim.x), work.at_cost(own * (blockIdx.x + 1) / gridDim.x)},
+        work.at_cost(own),
+        work.at_cost(cost),
+        reinterpret_cast<Range*>(shared + Shape::kRangesAt),
+        wanted,
+        range_barriers};
     if (warp >= Shape::kWarps) {
         pdl_wait();
         pdl_launch();
         if (lane > 0) return;
-        if (warp == Shape::kDealer) {
-            up_ranges.deal();
-            down_ranges.deal();
-            return;
-        }
+        if (warp == Shape::kDealer) return ranges.deal();
         uint32_t page = 0;
-        bring_half(up_ranges, pages, page, done);
-        bring_half(down_ranges, pages, page, done);
-        // The last block to come here leaves all as it was: everything was counted, and nobody looks any more.
-        if (atomicInc(args.done, gridDim.x - 1) == gridDim.x - 1) {
-            const uint32_t n = up.n_columns();
-            for (uint32_t i = 0; i < n; ++i) done[i] = 0;
+        for (uint32_t r = 0;; ++r) {
+            const Range range = ranges.get(r);
+            if (r > 0 && range.begin >= range.end) break;
+            for (uint32_t i = range.begin; i < range.end;) {
+                const Columns columns = work.columns(i);
+                for (uint32_t kt = 0; kt < columns.k_tiles; ++kt)
+                    for (uint32_t g = 0; g < columns.groups; ++g, ++page) {
+                        barrier_wait(pages.empty(page), Pages<Shape>::parity(page) ^ 1);
+                        barrier_expect(pages.full(page), Shape::kPageBytes);
+                        const uint8_t* from =
+                            columns.x + (kt * kChunks * columns.panel + columns.row + 8 * g) * kPanelRowBytes;
+                        for (int p = 0; p < kChunks; ++p)
+                            bulk_copy(pages.at(page) + p * Shape::kPanelBytes,
+                                      from + p * columns.panel * kPanelRowBytes, Shape::kPanelBytes, pages.full(page));
+                    }
+                i = columns.end;
+            }
         }
         return;
     }
     const uint8_t* slots = shared + Shape::kSlotsAt + warp * Shape::kSlots * Piece::kBytes;
-    Slots<Shape, Piece> pieces{Pieces<Shape, Piece, FewUp>(up_ranges), Pieces<Shape, Piece, FewDown>(down_ranges),
-                               shared_address(slots), slot_barriers + 8 * Shape::kSlots * warp};
-    int early = pieces.begin(lane == 0);
+    Pieces<Shape, Piece, Work> pieces(ranges, shared_address(slots), slot_barriers + 8 * Shape::kSlots * warp);
+    int early = 0;
+    while (early < Shape::kSlots && pieces.request(early, lane == 0)) ++early;
     pdl_wait();
     pdl_launch();
-    for (; early < Shape::kSlots; ++early) pieces.request(early, lane == 0);
+    for (; early < Shape::kSlots; ++early) {
+        pieces.look_ahead(lane == 0);
+        pieces.request(early, lane == 0);
+    }
     uint32_t page = 0;
-    do_half(up_ranges, pieces, pages, page, slots, done, warp, lane);
-    do_half(down_ranges, pieces, pages, page, slots, done, warp, lane);
+    for (uint32_t r = 0;; ++r) {
+        const Range range = ranges.get(r);
+        if (r > 0 && range.begin >= range.end) break;
+        uint32_t i = ranges.strip(r, range, warp);
+        for (uint32_t at = range.begin; at < range.end;) {
+            const Columns columns = work.columns(at);
+            at = min(columns.end, range.end);
+            const uint32_t n_pages = columns.groups * columns.k_tiles;
+            // Not before they came: else the next columns' turn could be counted with this one.
+            if (i >= at)
+                for (uint32_t p = 0; p < n_pages; ++p) {
+                    pages.wait(page + p);
+                    if (lane == 0) barrier_arrive(pages.empty(page + p), 0);
+                }
+            for (; i < at; i += Shape::kWarps) {
+                const uint32_t strip = Work::strip(i, work.n_shared);
+                const bool last = i + Shape::kWarps >= at;
+                float2 scales = work.scales(columns, strip);
+                scales.x *= Piece::kWeightScale;
+                scales.y *= Piece::kWeightScale;
+                if (columns.groups == 1)
+                    do_strip<1>(pieces, pages, slots, page, columns, strip, scales, last, lane);
+                else
+                    do_strip<2>(pieces, pages, slots, page, columns, strip, scales, last, lane);
+            }
+            page += n_pages;
+        }
+    }
 }
 
 #else
 
-template <typename Piece>
-__device__ __forceinline__ void prefill_few(const PrefillFewArgs&) {
+template <typename Piece, typename Work>
+__device__ __forceinline__ void prefill_few(const PrefillExpertsArgs&) {
     __trap();
 }
 

@@ -145,8 +145,6 @@ pub enum Operation {
     ExpertsDown,
     /// The shared expert's.
     SharedDown,
-    /// All that the chosen experts and the shared one do, where that is one kernel.
-    Experts,
     /// The sum of both.
     Combine,
     /// Logits; through the kernels of decode with the norm in front.

@@ -19,7 +19,6 @@ use flint_rs::{
         PrefillNormArgs,
         decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN, SHARED_WIDTH},
         prefill::*,
-        prefill_few::*,
         prefill_norm_launch,
     },
     tiles::TileFormat,
@@ -285,42 +284,28 @@ fn logit_parts(logits: &[f32]) -> Vec<f32> {
     logits.chunks_exact(EXPERTS).flat_map(of_row).collect()
 }
 
-/// How the experts' products are made.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum How {
-    Way(Way),
-    Few,
-}
-
 fn run_moe(
     gpu: &Gpu,
     (moe, format): (&Moe, TileFormat),
-    how: How,
+    way: Way,
     x: &[f32],
     logits: &[f32],
-    shared_rows: &[f32],
+    residual: &[f32],
     pdl: bool,
 ) -> Outcome {
     let rows = x.len() / HIDDEN;
     let (panel_rows, sorted_rows) = (rows.next_multiple_of(ROWS_STEP), sorted_rows(rows));
-    let (masks_len, most_columns) = (
-        rows.div_ceil(32) * EXPERTS * 4,
-        match how {
-            How::Way(way) => way.columns() as u32,
-            How::Few => FEW_COLUMNS as u32,
-        },
-    );
+    let (masks_len, most_columns) = (rows.div_ceil(32) * EXPERTS * 4, way.columns() as u32);
     let tiles_len = expert_tiles(rows, most_columns) * 16;
     let [choices_len, act_len, y_len, delta_len] =
         [rows * CHOSEN * 4, sorted_rows * EXPERT_WIDTH * 2, sorted_rows * HIDDEN * 2, rows * HIDDEN * 2];
     let (logits, x) = (gpu.f32s(&logit_parts(logits)), gpu.upload(&bf16_bytes(&panels(x, HIDDEN))));
-    let shared = gpu.bf16s(shared_rows);
+    let shared = gpu.bf16s(residual);
     let [chosen, weights, sorted] = [(); 3].map(|()| gpu.poisoned(choices_len));
     let [masks, places] = [(); 2].map(|()| gpu.poisoned(masks_len));
     let (tiles, n_tiles) = (gpu.poisoned(tiles_len), gpu.poisoned(4));
     let [gathered, act, y, delta] = [y_len, act_len, y_len, delta_len].map(|len| gpu.poisoned(len));
-    let counters_len = 4 * (2 + few_counters(rows));
-    let counters = gpu.upload(&vec![0; counters_len]);
+    let counter = gpu.upload(&[0; 4]);
     let act_shared_len = panel_rows * SHARED_WIDTH * 2;
     let [act_shared, y_shared] = [act_shared_len, delta_len].map(|len| gpu.poisoned(len));
     let route = PrefillRouteArgs {
@@ -351,6 +336,7 @@ fn run_moe(
         sorted_rows: sorted_rows as u32,
         reserved: 0,
     };
+    let shared_rows = if way == Way::Few { rows as u32 } else { 0 };
     let up = PrefillExpertsArgs {
         x: gathered.address(),
         weights: moe.gate_up[0].address(),
@@ -359,19 +345,31 @@ fn run_moe(
         tiles: tiles.address(),
         n_tiles: n_tiles.address(),
         sorted_rows: sorted_rows as u32,
-        reserved: 0,
+        shared_rows,
+        shared_x: x.address(),
+        shared_weights: moe.shared_gate_up[0].address(),
+        shared_scales: moe.shared_gate_up[1].address(),
+        shared_out: act_shared.address(),
+        panel_rows: panel_rows as u32,
+        shared_scale: f32::NAN,
+        counter: counter.address(),
     };
     let down = PrefillExpertsArgs {
         x: act.address(),
         weights: moe.down[0].address(),
         scales: moe.down[1].address(),
         out: y.address(),
+        shared_x: act_shared.address(),
+        shared_weights: moe.shared_down.address(),
+        shared_scales: 0,
+        shared_out: y_shared.address(),
+        shared_scale: moe.shared_scale,
         ..up
     };
     let shared_up = PrefillLinearArgs {
         x: x.address(),
-        weights: moe.shared_gate_up[0].address(),
-        scales: moe.shared_gate_up[1].address(),
+        weights: up.shared_weights,
+        scales: up.shared_scales,
         out: act_shared.address(),
         rows: rows as u32,
         panel_rows: panel_rows as u32,
@@ -382,7 +380,7 @@ fn run_moe(
     };
     let shared_down = PrefillLinearArgs {
         x: act_shared.address(),
-        weights: moe.shared_down.address(),
+        weights: down.shared_weights,
         scales: 0,
         out: y_shared.address(),
         strips: HIDDEN as u32 / 16,
@@ -391,20 +389,6 @@ fn run_moe(
         scale: moe.shared_scale,
         ..shared_up
     };
-    let half = |routed: PrefillExpertsArgs, shared: &PrefillLinearArgs, counter: u64| PrefillFewHalf {
-        routed,
-        shared_x: shared.x,
-        shared_weights: shared.weights,
-        shared_scales: shared.scales,
-        shared_out: shared.out,
-        counter: counters.address() + counter,
-        rows: rows as u32,
-        panel_rows: panel_rows as u32,
-        shared_scale: shared.scale,
-        reserved: 0,
-    };
-    let few =
-        PrefillFewArgs { up: half(up, &shared_up, 0), down: half(down, &shared_down, 4), done: counters.address() + 8 };
     let combine = PrefillCombineArgs {
         y: y.address(),
         sorted: sorted.address(),
@@ -417,7 +401,7 @@ fn run_moe(
     // The norm of the next layer, in the same kernel and behind it; the shared rows serve as the residual stream.
     let norm_weight: Vec<f32> = (0..HIDDEN).map(|i| 0.5 + (i % 77) as f32 / 64.0).collect();
     let norm_weight = gpu.f32s(&norm_weight);
-    let residuals = [(); 2].map(|()| gpu.upload(&bf16_bytes(shared_rows)));
+    let residuals = [(); 2].map(|()| gpu.upload(&bf16_bytes(residual)));
     let panels_len = panel_rows * HIDDEN * 2;
     let normed = [(); 2].map(|()| gpu.poisoned(panels_len));
     let combine_norm = PrefillCombineNormArgs {
@@ -445,28 +429,22 @@ fn run_moe(
     };
     let (norm_kernel, norm_launch) = prefill_norm_launch(rows);
     let products = products(gpu);
+    let (up_kernel, up_launch) = products.experts(&PREFILL_EXPERTS_UP, format, way, rows);
+    let (down_kernel, down_launch) = products.experts(&PREFILL_EXPERTS_DOWN, format, way, rows);
     // SAFETY: every buffer has the extent that the structs state, and lives until the downloads below.
     unsafe {
         gpu.launch(PREFILL_ROUTE, prefill_route_launch(rows), pdl, &route);
         gpu.launch(PREFILL_GROUP, prefill_group_launch(rows), pdl, &group);
         // Of few rows both kernels, in turn.
-        let (few_rows, launch) = prefill_gather_launch(rows);
-        gpu.launch(if pdl { few_rows } else { PREFILL_GATHER }, launch, pdl, &gather);
-        match how {
-            How::Few => {
-                let (kernel, launch) = products.experts_few(format, rows);
-                gpu.launch(kernel, launch, pdl, &few);
-            }
-            How::Way(way) => {
-                let (kernel, launch) = products.experts(&PREFILL_EXPERTS_UP, format, way, rows);
-                gpu.launch(kernel, launch, pdl, &up);
-                let (kernel, launch) = products.experts(&PREFILL_EXPERTS_DOWN, format, way, rows);
-                gpu.launch(kernel, launch, pdl, &down);
-                let (kernel, launch) = products.swiglu(format, &shared_up);
-                gpu.launch(kernel, launch, pdl, &shared_up);
-                let (kernel, launch) = products.linear(format, &shared_down);
-                gpu.launch(kernel, launch, pdl, &shared_down);
-            }
+        let (few, launch) = prefill_gather_launch(rows);
+        gpu.launch(if pdl { few } else { PREFILL_GATHER }, launch, pdl, &gather);
+        gpu.launch(up_kernel, up_launch, pdl, &up);
+        gpu.launch(down_kernel, down_launch, pdl, &down);
+        if way != Way::Few {
+            let (kernel, launch) = products.swiglu(format, &shared_up);
+            gpu.launch(kernel, launch, pdl, &shared_up);
+            let (kernel, launch) = products.linear(format, &shared_down);
+            gpu.launch(kernel, launch, pdl, &shared_down);
         }
         gpu.launch(PREFILL_COMBINE, prefill_combine_launch(rows), pdl, &combine);
         gpu.launch(PREFILL_COMBINE_NORM, prefill_combine_norm_launch(rows), pdl, &combine_norm);
@@ -488,7 +466,7 @@ fn run_moe(
         to_u32s(&output(&n_tiles, 4))[0],
         most_columns,
     );
-    assert!(counters.download().unwrap().iter().all(|&byte| byte == 0), "{how:?}: counters are not as they were");
+    assert_eq!(to_u32s(&counter.download().unwrap()), [0]);
     let y = to_bf16s(&output(&y, y_len));
     let act_shared = output(&act_shared, act_shared_len);
     let padding = from_panels(&act_shared, panel_rows, SHARED_WIDTH, rows..panel_rows);
@@ -529,20 +507,19 @@ fn check_moe(gpu: &Gpu, random: &mut Random, kind: (Kind, TileFormat), moe: &Moe
     let (x, shared) = (random.bf16s(rows * HIDDEN), random.bf16s(rows * HIDDEN));
     let with = (moe, kind.1);
     let ways = ways(gpu, &PREFILL_EXPERTS_UP);
-    let found = run_moe(gpu, with, How::Way(ways[0]), &x, logits, &shared, false);
-    let few = products(gpu).takes_few(1).then_some(How::Few);
-    for how in ways.into_iter().map(How::Way).chain(few) {
-        assert!(run_moe(gpu, with, how, &x, logits, &shared, true) == found, "{how:?}, {rows} rows: other bits");
+    let found = run_moe(gpu, with, ways[0], &x, logits, &shared, false);
+    for way in ways {
+        assert!(run_moe(gpu, with, way, &x, logits, &shared, true) == found, "{way:?}, {rows} rows: other bits");
         for row in [0, rows / 2, rows - 1] {
             let part = |x: &[f32], len: usize| x[row * len..][..len].to_vec();
             let alone =
-                run_moe(gpu, with, how, &part(&x, HIDDEN), &part(logits, EXPERTS), &part(&shared, HIDDEN), true);
-            assert!(alone.act == part(&found.act, CHOSEN * EXPERT_WIDTH), "{how:?}: act of row {row} of {rows} alone");
+                run_moe(gpu, with, way, &part(&x, HIDDEN), &part(logits, EXPERTS), &part(&shared, HIDDEN), true);
+            assert!(alone.act == part(&found.act, CHOSEN * EXPERT_WIDTH), "{way:?}: act of row {row} of {rows} alone");
             assert!(
                 alone.y_shared == part(&found.y_shared, HIDDEN),
-                "{how:?}: shared expert of row {row} of {rows} alone"
+                "{way:?}: shared expert of row {row} of {rows} alone"
             );
-            assert!(alone.delta == part(&found.delta, HIDDEN), "{how:?}: row {row} of {rows} alone");
+            assert!(alone.delta == part(&found.delta, HIDDEN), "{way:?}: row {row} of {rows} alone");
         }
     }
     let routes = Routes::from_logits(logits, EXPERTS, CHOSEN);

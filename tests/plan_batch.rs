@@ -27,12 +27,13 @@ fn operations(steps: &[Step]) -> Vec<Operation> {
 #[test]
 fn many_rows_take_the_products_of_prefill_and_the_attention_of_decode() {
     use Operation::{
-        Attention, Choose, Combine, DenseDown, DenseUp, Embed, Experts, Gather, Group, LmHead, Norm, Output, Qkv,
-        Router, Sample,
+        Attention, Choose, Combine, DenseDown, DenseUp, Embed, ExpertsDown, ExpertsUp, Gather, Group, LmHead, Norm,
+        Output, Qkv, Router, Sample,
     };
     let plan = plan(LIMITS);
     let dense = [Qkv, Attention, Output, Norm, DenseUp, DenseDown, Norm];
-    let moe = [Qkv, Attention, Output, Norm, Router, Choose, Group, Gather, Experts, Combine];
+    // The shared expert is in the launches of the others.
+    let moe = [Qkv, Attention, Output, Norm, Router, Choose, Group, Gather, ExpertsUp, ExpertsDown, Combine];
     let mut expected = vec![Embed, Norm];
     for layer in &plan.config().layers {
         expected.extend(if layer.mlp == Mlp::Dense { &dense[..] } else { &moe });
@@ -42,7 +43,7 @@ fn many_rows_take_the_products_of_prefill_and_the_attention_of_decode() {
         assert_eq!(operations(&steps(&plan, rows, Ending::Logits))[expected.len()..], [LmHead]);
         let all = steps(&plan, rows, Ending::Token);
         assert_eq!(operations(&all)[expected.len()..], [LmHead, Sample]);
-        assert_eq!(all.len(), 2 + 2 * 7 + 47 * 10 + 2);
+        assert_eq!(all.len(), 2 + 2 * 7 + 47 * 11 + 2);
         // The last layer's output goes through the final norm only if logits follow.
         let combined = |ending| {
             let steps = steps(&plan, rows, ending);
@@ -60,7 +61,7 @@ fn many_rows_take_the_products_of_prefill_and_the_attention_of_decode() {
     }
     // What reads before it waits: one kernel stands between it and who wrote that.
     let order = operations(&steps(&plan, 9, Ending::Nothing));
-    for too_close in [[Group, Experts], [Choose, Gather], [Gather, Combine]] {
+    for too_close in [[Group, ExpertsUp], [Choose, Gather], [Gather, Combine]] {
         assert!(order.windows(2).all(|pair| pair != too_close));
     }
 }
@@ -127,14 +128,11 @@ fn hand_over(args: &Args, rows: u64) -> [Vec<(u64, u64)>; 2] {
             let out = (a.out, u64::from(a.sorted_rows) * 4096);
             [vec![(a.x, 0), (a.experts, 0), (a.masks, 0)], vec![(a.sorted, rows * 24), out]]
         }
-        Args::PrefillFew(a) => {
-            for half in [&a.up, &a.down] {
-                assert!(u64::from(half.rows) == rows && u64::from(half.panel_rows) == rows.next_multiple_of(8));
-            }
-            assert_eq!((a.up.shared_out, a.up.routed.out), (a.down.shared_x, a.down.routed.x));
-            let routed = &a.up.routed;
-            let reads = vec![(a.up.shared_x, row(2048)), (routed.x, 0), (routed.tiles, 0), (routed.n_tiles, 0)];
-            [reads, vec![(a.down.shared_out, row(2048)), (a.down.routed.out, 0)]]
+        Args::PrefillExperts(a) => {
+            assert!(u64::from(a.shared_rows) == rows && u64::from(a.panel_rows) == rows.next_multiple_of(8));
+            let width = if a.shared_scales == 0 { 2048 } else { 1024 };
+            let reads = vec![(a.x, 0), (a.tiles, 0), (a.n_tiles, 0), (a.shared_x, row(3072 - width))];
+            [reads, vec![(a.out, 0), (a.shared_out, row(width))]]
         }
         _ => [vec![], vec![]],
     }

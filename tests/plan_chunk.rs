@@ -120,8 +120,8 @@ fn inputs_are_tokens_and_where_they_stand() {
 #[test]
 fn flint_runs_its_kernels_in_order() {
     use Operation::{
-        Attention, Choose, Combine, DenseDown, DenseUp, Embed, Experts, ExpertsDown, ExpertsUp, Gather, Group, LmHead,
-        Norm, Output, Qkv, QkvFinish, Router, SharedDown, SharedUp,
+        Attention, Choose, Combine, DenseDown, DenseUp, Embed, ExpertsDown, ExpertsUp, Gather, Group, LmHead, Norm,
+        Output, Qkv, QkvFinish, Router, SharedDown, SharedUp,
     };
     let plan = flint();
     let attention = [Qkv, QkvFinish, Attention, Output, Norm];
@@ -138,11 +138,9 @@ fn flint_runs_its_kernels_in_order() {
     assert_eq!(operations(&plan.logits_steps(&BASES, 8000, 192)), [Norm, LmHead]);
     // Without logits nothing follows the last keys and values.
     assert_eq!(operations(&plan.chunk_steps(&BASES, &[part(0, 0, 8192)], false)), expected[..expected.len() - 12]);
-    // The same launches for a chunk of one token and of several sequences, but that few rows have their experts in one.
-    expected.retain(|operation| ![SharedUp, SharedDown, ExpertsDown].contains(operation));
-    for operation in expected.iter_mut().filter(|operation| **operation == ExpertsUp) {
-        *operation = Experts;
-    }
+    // The same launches for a chunk of one token and of several sequences, but that the shared expert is in those of the
+    // others.
+    expected.retain(|operation| ![SharedUp, SharedDown].contains(operation));
     for parts in [vec![part(0, 5, 1)], vec![part(1, 5, 100), part(0, 900, 30)]] {
         assert_eq!(operations(&plan.chunk_steps(&BASES, &parts, true)), expected);
     }
@@ -234,16 +232,6 @@ fn regions(args: &Args, config: &FlintConfig) -> Vec<(&'static str, u64, u64)> {
             assert!(a.sorted_rows.is_multiple_of(8) && a.sorted_rows >= 6 * a.rows + 256 * 7);
             vec![("sorted", a.sorted, u64::from(a.rows) * 24), ("sorted rows", a.out, sorted(a.sorted_rows))]
         }
-        Args::PrefillFew(a) => {
-            let rows = u64::from(a.up.panel_rows);
-            let counters = 4 * (1 + u64::from(a.up.rows).div_ceil(16) + 256 + 6 * u64::from(a.up.rows / 16));
-            vec![
-                ("act of the shared expert", a.up.shared_out, rows * 2048),
-                ("counter", a.up.counter, 4),
-                ("counter", a.down.counter, 4),
-                ("done", a.done, counters),
-            ]
-        }
         Args::PrefillCombine(a) => vec![("shared", a.shared, u64::from(a.rows) * d * 2)],
         Args::PrefillCombineNorm(a) => {
             let bytes = u64::from(a.rows) * d * 2;
@@ -271,11 +259,11 @@ fn buffers_that_are_in_use_together_do_not_meet() {
                     .flat_map(|step| regions(&step.args, plan.config()))
                     .collect();
                 let act = steps.iter().filter(in_half).find_map(|step| match &step.args {
-                    Args::PrefillExperts(a) if step.operation == Operation::ExpertsUp => Some(a),
-                    Args::PrefillFew(a) => Some(&a.up.routed),
+                    Args::PrefillExperts(a) if step.operation == Operation::ExpertsUp => {
+                        Some(("act", a.out, u64::from(a.sorted_rows) * 1024))
+                    }
                     _ => None,
                 });
-                let act = act.map(|a| ("act", a.out, u64::from(a.sorted_rows) * 1024));
                 all.extend(act);
                 all.sort_by_key(|region| region.1);
                 all.dedup_by_key(|region| region.1);
@@ -295,12 +283,9 @@ fn buffers_that_are_in_use_together_do_not_meet() {
                 _ => None,
             };
             if let Some(y) = y {
-                let down = steps.iter().filter(|other| other.layer == step.layer).find_map(|other| match &other.args {
-                    Args::PrefillExperts(a) if other.operation == Operation::ExpertsDown => Some(a),
-                    Args::PrefillFew(a) => Some(&a.down.routed),
-                    _ => None,
-                });
-                let down = down.expect("experts");
+                let down =
+                    steps.iter().rfind(|other| other.layer == step.layer && other.operation == Operation::ExpertsDown);
+                let Some(Args::PrefillExperts(down)) = down.map(|step| &step.args) else { panic!("no experts") };
                 assert_eq!(down.out, y);
                 assert_ne!(down.out, down.x);
             }

@@ -4,7 +4,6 @@ use crate::kernels::{
     self, Kernel, decode,
     decode::Family,
     prefill::{self, Product},
-    prefill_few,
 };
 
 /// A compiled `.cu`, aligned as the driver wants it.
@@ -72,12 +71,7 @@ pub static IMAGES: &[Image] = &[
     image!("prefill_attention", [kernels::PREFILL_ATTENTION], []),
     image!("prefill_attention_hopper", [kernels::PREFILL_ATTENTION_HOPPER], []),
     image!("prefill_embed", [kernels::PREFILL_EMBED], []),
-    image!(
-        "prefill_experts",
-        [prefill_few::PREFILL_EXPERTS_FEW_NVFP4, prefill_few::PREFILL_EXPERTS_FEW_BF16],
-        [],
-        [prefill::PREFILL_EXPERTS_UP, prefill::PREFILL_EXPERTS_DOWN]
-    ),
+    image!("prefill_experts", [], [], [prefill::PREFILL_EXPERTS_UP, prefill::PREFILL_EXPERTS_DOWN]),
     image!("prefill_kv", [kernels::PREFILL_KV], []),
     image!("prefill_linear", [], [], [prefill::PREFILL_LINEAR, prefill::PREFILL_LOGITS, prefill::PREFILL_SWIGLU]),
     image!("prefill_norm", [kernels::PREFILL_NORM, kernels::PREFILL_NORM_FEW], []),

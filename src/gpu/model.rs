@@ -337,7 +337,6 @@ impl GpuModel {
             PrefillCombineNorm,
             PrefillEmbed,
             PrefillExperts,
-            PrefillFew,
             PrefillGather,
             PrefillGroup,
             PrefillKv,

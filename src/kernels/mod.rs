@@ -6,7 +6,6 @@ pub mod decode;
 mod general;
 mod load;
 pub mod prefill;
-pub mod prefill_few;
 mod prefill_attention;
 mod prefill_rows;
 mod sample;
@@ -90,7 +89,6 @@ pub enum Args {
     PrefillCombineNorm(prefill::PrefillCombineNormArgs),
     PrefillEmbed(PrefillEmbedArgs),
     PrefillExperts(prefill::PrefillExpertsArgs),
-    PrefillFew(prefill_few::PrefillFewArgs),
     PrefillGather(prefill::PrefillGatherArgs),
     PrefillGroup(prefill::PrefillGroupArgs),
     PrefillKv(PrefillKvArgs),

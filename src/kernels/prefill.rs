@@ -1,12 +1,11 @@
 //! Products over many rows: `cuda/prefill_linear.cu`, `cuda/prefill_experts.cu`, `cuda/prefill_route.cu` and
-//! `cuda/args_prefill.h`. The experts where each has few rows are in [`super::prefill_few`].
+//! `cuda/args_prefill.h`.
 
 use std::mem::offset_of;
 
 use super::{
     Kernel, Launch,
-    decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN, distinct_experts},
-    prefill_few::FEW_COLUMNS,
+    decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN, SHARED_WIDTH, distinct_experts},
     symbol,
 };
 use crate::tiles::{PARTS, TILE_COLS, TILE_ROWS, TileFormat};
@@ -77,8 +76,22 @@ pub struct PrefillExpertsArgs {
     pub n_tiles: u64,
     /// Rows of a panel, at least [`sorted_rows`].
     pub sorted_rows: u32,
-    /// Fills the struct.
-    pub reserved: u32,
+    /// T, for the shared expert's half over all rows, or 0. What follows is of that, which [`Way::Few`] alone does.
+    pub shared_rows: u32,
+    /// Panels: up `[32, panel_rows, 64]` bf16, down `[16, panel_rows, 64]`.
+    pub shared_x: u64,
+    /// Up `[128, 4]` tiles of gate and up rows, down `[128, 2]` tiles.
+    pub shared_weights: u64,
+    /// Up `[128, 2]` f32, gate and up of each strip.
+    pub shared_scales: u64,
+    /// Up: panels `[16, panel_rows, 64]` bf16, down `[T, 2048]` bf16; written.
+    pub shared_out: u64,
+    /// Rows of a panel of the shared expert, at least T.
+    pub panel_rows: u32,
+    /// Down.
+    pub shared_scale: f32,
+    /// `[1]` u32 of [`Way::Few`], zero between launches.
+    pub counter: u64,
 }
 
 /// The argument of [`PREFILL_ROUTE`].
@@ -197,8 +210,10 @@ const _: () = assert!(
         && offset_of!(PrefillLinearArgs, rows) == 32
         && offset_of!(PrefillLinearArgs, out_stride) == 48
         && offset_of!(PrefillLinearArgs, scale) == 52
-        && size_of::<PrefillExpertsArgs>() == 56
+        && size_of::<PrefillExpertsArgs>() == 104
         && offset_of!(PrefillExpertsArgs, sorted_rows) == 48
+        && offset_of!(PrefillExpertsArgs, shared_x) == 56
+        && offset_of!(PrefillExpertsArgs, panel_rows) == 88
         && size_of::<PrefillRouteArgs>() == 40
         && offset_of!(PrefillRouteArgs, rows) == 32
         && size_of::<PrefillGroupArgs>() == 40
@@ -229,12 +244,16 @@ pub enum Way {
     Wide(usize),
     /// `prefill_narrow.cuh`, 64 or 16.
     Narrow(usize),
+    /// `prefill_few.cuh`, of experts; the shared one beside the others.
+    Few,
     /// `prefill_mma.cuh`.
     AnyCard,
 }
 
 /// Columns of [`Way::AnyCard`].
 const ANY_CARD_COLUMNS: usize = 64;
+/// Columns of a tile of [`Way::Few`].
+const FEW_COLUMNS: usize = 16;
 
 /// One operation, compiled for each format and several ways to do it. All give the same bits.
 #[derive(Debug)]
@@ -307,7 +326,7 @@ macro_rules! product {
     };
     ($(#[$doc:meta])* experts $product:ident, $name:literal, $ending:ident) => {
         product!($(#[$doc])* $product, $name, PrefillExpertsArgs, $ending, true, [
-            Way::Wide(256) => "256", Way::Narrow(64) => "64", Way::AnyCard => "mma"
+            Way::Wide(256) => "256", Way::Narrow(64) => "64", Way::Few => "few", Way::AnyCard => "mma"
         ]);
     };
 }
@@ -351,8 +370,8 @@ pub const PREFILL_COMBINE_NORM: Kernel =
 /// Picks kernels for a card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Products {
-    pub(super) hopper: bool,
-    pub(super) processors: usize,
+    hopper: bool,
+    processors: usize,
 }
 
 impl Products {
@@ -388,14 +407,20 @@ impl Products {
 
     /// Most rows of a tile of the experts' kernels for T rows, which [`PREFILL_GROUP`] has to know.
     pub fn expert_columns(self, rows: usize) -> u32 {
-        if self.takes_few(rows) { FEW_COLUMNS as u32 } else { self.experts_way(rows).columns() as u32 }
+        self.experts_way(rows).columns() as u32
+    }
+
+    /// Whether [`Self::experts_up`] and [`Self::experts_down`] for T rows do the shared expert too.
+    pub fn experts_share(self, rows: usize) -> bool {
+        self.experts_way(rows) == Way::Few
     }
 
     /// By what was measured on an H200 with random routing, see benches/notes.md.
     fn experts_way(self, rows: usize) -> Way {
         match rows {
             _ if !self.hopper => Way::AnyCard,
-            0..=3072 => Way::Narrow(64),
+            0..=512 => Way::Few,
+            513..=3072 => Way::Narrow(64),
             _ => Way::Wide(256),
         }
     }
@@ -416,7 +441,7 @@ impl Products {
             (Way::Narrow(64), 1) => (270, 1500),
             (Way::Narrow(64), _) => (if bf16 { 200 } else { 148 }, 1500),
             (Way::Narrow(_), _) => (if bf16 { 130 } else { 95 }, 1500),
-            (Way::AnyCard, _) => (500, 2500),
+            (Way::Few | Way::AnyCard, _) => (500, 2500),
         };
         let shape = Shape::of(product, format, way);
         // Two blocks of a multiprocessor take twice as long.
@@ -452,8 +477,13 @@ impl Products {
         let stacks = if up { 64 } else { 128 } / UNIT_STRIPS;
         let shape = Shape::of(product, format, way);
         let most_units = expert_tiles(rows, way.columns() as u32) * stacks.div_ceil(shape.cluster);
-        let weights = distinct_experts(EXPERTS, CHOSEN, rows) * tiles * format.tile_bytes();
-        let bytes = weights + CHOSEN * rows * 2 * (x + out);
+        let experts = distinct_experts(EXPERTS, CHOSEN, rows);
+        let mut bytes = experts * tiles * format.tile_bytes() + CHOSEN * rows * 2 * (x + out);
+        if way == Way::Few {
+            // Twice as wide.
+            let (x, out) = if up { (HIDDEN, SHARED_WIDTH) } else { (SHARED_WIDTH, HIDDEN) };
+            bytes += 2 * tiles * format.tile_bytes() + rows * 2 * (x + out);
+        }
         (product.kernel(format, way), self.launch(shape, most_units, bytes))
     }
 
@@ -477,12 +507,13 @@ impl Way {
     pub fn columns(self) -> usize {
         match self {
             Self::Wide(columns) | Self::Narrow(columns) => columns,
+            Self::Few => FEW_COLUMNS,
             Self::AnyCard => ANY_CARD_COLUMNS,
         }
     }
 }
 
-/// The geometry of a kernel: `Hopper`, `Narrow` and `AnyCard` of `cuda/prefill_*.cuh`.
+/// The geometry of a kernel: `Hopper`, `Narrow`, `Few` and `AnyCard` of `cuda/prefill_*.cuh`.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     columns: usize,
@@ -522,6 +553,16 @@ impl Shape {
                 let stages = ((208 << 10) / blocks / stage).min(12);
                 let shared_bytes = stages * (stage + 16) + ending / split;
                 Self { columns, threads: 32 * strips + 32, blocks, cluster: 1, together: split, shared_bytes }
+            }
+            Way::Few => {
+                let (warps, slots, pages, ranges) = (16, 2, 8, 16);
+                let piece = match format {
+                    TileFormat::Nvfp4 => format.tile_bytes(),
+                    TileFormat::Bf16 => format.tile_bytes() / 4,
+                };
+                let page = TILE_PANELS * ROWS_STEP * PANEL_ROW_BYTES;
+                let shared_bytes = pages * (page + 16) + warps * slots * (piece + 8) + ranges * 16 + 16;
+                Self { columns, threads: 32 * (warps + 2), blocks: 1, cluster: 1, together: 1, shared_bytes }
             }
             Way::AnyCard => {
                 let shared_bytes = 4 * columns * PANEL_ROW_BYTES + ending;

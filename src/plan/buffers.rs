@@ -8,7 +8,6 @@ use crate::{
         decode::{CHOSEN, EXPERTS},
         decode_attention_partial_bytes,
         prefill::{ROWS_STEP, expert_tiles, sorted_rows},
-        prefill_few::{FEW_ROWS, few_counters},
     },
     tiles::PARTS,
 };
@@ -199,10 +198,8 @@ prefill_buffers! {
     residual,
     /// Panels `[D / 64, T, 64]` bf16.
     normed,
-    /// `[1]` u32 of attention, zero between launches.
+    /// `[1]` u32 of kernels that deal out work, zero between launches.
     counter,
-    /// `[2]` u32 of experts with few rows, and what they count, zero between launches.
-    few_counters,
     /// `[T, (H + 2G) 128]` bf16.
     qkv,
     /// Panels `[2 H, T, 64]` bf16.
@@ -244,7 +241,6 @@ impl PrefillBuffers {
         let (sorted, words) = (sorted_rows(tokens), tokens.div_ceil(32) * EXPERTS);
         let [delta, residual, normed] = [(); 3].map(|()| space.take(rows * d * 2));
         let counter = space.take(4);
-        let few_counters = space.take(4 * (2 + few_counters(tokens.min(FEW_ROWS))));
         // Attention, a dense layer, a MoE layer and logits take turns.
         let (mut attention, mut dense, mut moe, mut ending) = (*space, *space, *space, *space);
         let buffers = Self {
@@ -252,7 +248,6 @@ impl PrefillBuffers {
             residual,
             normed,
             counter,
-            few_counters,
             qkv: attention.take(rows * (config.n_heads + 2 * config.n_kv_heads) * hd * 2),
             attn: attention.take(rows * config.n_heads * hd * 2),
             act_dense: dense.take(rows * config.dense_intermediate_size * 2),

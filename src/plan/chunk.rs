@@ -5,7 +5,10 @@ use super::{
     Bases, CHUNK_TOKENS, Card, Limits, Operation, Path, Plan, PrefillBuffers, Space, Step, WeightPlan, general,
     prefill, window,
 };
-use crate::{config::FlintConfig, kernels::PrefillTile};
+use crate::{
+    config::FlintConfig,
+    kernels::{Args, PrefillTile},
+};
 
 /// Most tokens of a chunk on the general path, whose kernels read every matrix once for 8 rows.
 const GENERAL_TOKENS: usize = 64;
@@ -192,7 +195,12 @@ impl Plan {
         let c = &self.config;
         let (d, heads, q) = (c.hidden_size, c.n_heads + 2 * c.n_kv_heads, c.n_heads * c.head_dim);
         let tokens: usize = parts.iter().map(|part| part.tokens).sum();
-        let routed = c.n_experts_per_token * c.expert_intermediate_size;
+        // The kernels for few rows have the shared expert beside the others.
+        let shared = match step.args {
+            Args::PrefillExperts(args) if args.shared_rows > 0 => c.shared_intermediate_size,
+            _ => 0,
+        };
+        let experts = c.n_experts_per_token * c.expert_intermediate_size + shared;
         let values = match step.operation {
             Operation::Qkv => d * heads * c.head_dim,
             Operation::Output => q * d,
@@ -201,9 +209,8 @@ impl Plan {
             Operation::Router => d * c.n_experts,
             Operation::SharedUp => 2 * d * c.shared_intermediate_size,
             Operation::SharedDown => c.shared_intermediate_size * d,
-            Operation::ExpertsUp => 2 * d * routed,
-            Operation::ExpertsDown => routed * d,
-            Operation::Experts => 3 * d * (routed + c.shared_intermediate_size),
+            Operation::ExpertsUp => 2 * d * experts,
+            Operation::ExpertsDown => experts * d,
             Operation::LmHead => d * c.vocab_size,
             Operation::Attention => {
                 let kind = c.layers[step.layer];

@@ -15,9 +15,7 @@ use crate::{
             PrefillRouteArgs, Products, ROWS_STEP, prefill_combine_launch, prefill_combine_norm_launch,
             prefill_gather_launch, prefill_group_launch, prefill_route_launch,
         },
-        prefill_embed_launch,
-        prefill_few::{PrefillFewArgs, PrefillFewHalf},
-        prefill_kv_launch, prefill_norm_launch,
+        prefill_embed_launch, prefill_kv_launch, prefill_norm_launch,
     },
     tiles::{PARTS, TILE_COLS, TILE_ROWS, TileFormat},
 };
@@ -313,7 +311,7 @@ impl<'a> Builder<'a> {
         let launch = (PREFILL_ROUTE, prefill_route_launch(self.rows));
         steps.push(step(Operation::Choose, index, launch, Args::PrefillRoute(args)));
         self.sort(index, steps);
-        let up = PrefillExpertsArgs {
+        let mut up = PrefillExpertsArgs {
             x: b.sorted_rows,
             weights: w + up.tiles,
             scales: w + up.scales,
@@ -321,41 +319,25 @@ impl<'a> Builder<'a> {
             tiles: b.expert_tiles,
             n_tiles: b.n_expert_tiles,
             sorted_rows: prefill::sorted_rows(self.rows) as u32,
-            reserved: 0,
+            counter: b.counter,
+            ..PrefillExpertsArgs::default()
         };
-        let down =
+        let mut down =
             PrefillExpertsArgs { x: b.act, weights: w + down.tiles, scales: w + down.scales, out: b.sorted_rows, ..up };
-        if self.products.takes_few(self.rows) {
-            let up = PrefillFewHalf {
-                routed: up,
-                shared_x: b.normed,
-                shared_weights: w + shared_up.tiles,
-                shared_scales: w + shared_up.scales,
-                shared_out: b.act_shared,
-                counter: b.few_counters,
-                rows: self.rows as u32,
-                panel_rows: self.panel_rows() as u32,
-                ..PrefillFewHalf::default()
-            };
-            let down = PrefillFewHalf {
-                routed: down,
-                shared_x: b.act_shared,
-                shared_weights: w + shared_down,
-                shared_scales: 0,
-                shared_out: b.shared,
-                counter: b.few_counters + 4,
-                shared_scale: *shared_down_scale,
-                ..up
-            };
-            let args = PrefillFewArgs { up, down, done: b.few_counters + 8 };
-            let launch = self.products.experts_few(format, self.rows);
-            steps.push(step(Operation::Experts, index, launch, Args::PrefillFew(args)));
-        } else {
-            let launch = self.products.experts_up(format, self.rows);
-            steps.push(step(Operation::ExpertsUp, index, launch, Args::PrefillExperts(up)));
-            let launch = self.products.experts_down(format, self.rows);
-            steps.push(step(Operation::ExpertsDown, index, launch, Args::PrefillExperts(down)));
-
+        let together = self.products.experts_share(self.rows);
+        if together {
+            (up.shared_rows, up.panel_rows) = (self.rows as u32, self.panel_rows() as u32);
+            (up.shared_x, up.shared_out) = (b.normed, b.act_shared);
+            (up.shared_weights, up.shared_scales) = (w + shared_up.tiles, w + shared_up.scales);
+            (down.shared_rows, down.panel_rows) = (self.rows as u32, self.panel_rows() as u32);
+            (down.shared_x, down.shared_out) = (b.act_shared, b.shared);
+            (down.shared_weights, down.shared_scale) = (w + shared_down, *shared_down_scale);
+        }
+        let launch = self.products.experts_up(format, self.rows);
+        steps.push(step(Operation::ExpertsUp, index, launch, Args::PrefillExperts(up)));
+        let launch = self.products.experts_down(format, self.rows);
+        steps.push(step(Operation::ExpertsDown, index, launch, Args::PrefillExperts(down)));
+        if !together {
             steps.push(self.swiglu(Operation::SharedUp, index, *shared_up, b.act_shared, shared));
             let args = self.linear_args(b.act_shared, w + shared_down, d / TILE_ROWS, shared, (b.shared, d));
             let args = PrefillLinearArgs { scale: *shared_down_scale, ..args };
