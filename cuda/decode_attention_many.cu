@@ -5,9 +5,8 @@
 //
 // What decode_attention.cu computes, with the same arguments, inputs and outputs, and to the same roundings.
 //
-// launch   grid any number; block 512 and dynamic shared memory kAttentionManyBytes on compute capability 9 to 11,
-// block
-//          224 and kAttentionManySmallBytes elsewhere; at most 256 rows. The positions that a row sees are one part
+// launch   grid any number, at most 256 rows; on compute capability 9 to 11 block 512, kAttentionManyBytes of dynamic
+//          shared memory, elsewhere block 320, kAttentionManySmallBytes. The positions that a row sees are one part
 //          with a window, else up to kAttentionParts parts of whole tiles of 64 positions. The blocks take items in
 //          turn: a part and a KV head.
 // order    Tiles of a part go to pairs of warps in turn, half a tile to each warp; in front of those of the last warp
@@ -16,12 +15,12 @@
 // bound    memory: 512 bytes a position seen and KV head
 // PDL      K and V are requested before the wait; triggers right after it
 //
-// So that copies never wait for what comes before and after them, each kind of work has its warps, and they are up to
-// two items apart:
-//   copy      K and V of one tile after the other to shared memory
-//   prepare   q of an item, and the new key and value
-//   multiply  K and V of a pair's tiles
-//   finish    what all warps have of an item: merge, store. The same warps as prepare
+// Copies in flight fill the way to memory, and whoever asks it for something else waits for microseconds. So each kind
+// of work has its warps, which are up to two items apart:
+//   copy      K and V to shared memory
+//   multiply  a pair of warps a tile of K and V
+//   help      prepare q of an item, the new key and value; merge what all warps have of the item before
+//   tell      that parts are there; merge them when they are all there
 //
 // The products, and what of a tile a lane has, are those of decode_tile.cuh. A tile lies in shared memory as in the
 // cache, where two of a quarter warp's eight lanes always meet in a bank: at the rate at which memory delivers, shared
@@ -49,17 +48,19 @@ constexpr uint32_t kBytes = kAttentionManyBytes;
 constexpr int kPairs = 1, kSlots = 4;
 constexpr uint32_t kBytes = kAttentionManySmallBytes;
 #endif
-constexpr int kWarps = 2 * kPairs;                           // that multiply
-constexpr int kHelpers = 4;                                  // that prepare and finish
-constexpr int kThreads = 32 * (kWarps + kHelpers + kPairs);  // one that copies for each pair
-constexpr int kHeads = kGroup / kHelpers;                    // that a helper prepares, and finishes
+constexpr int kWarps = 2 * kPairs;  // that multiply
+constexpr int kHelpers = 4;         // that prepare and finish
+constexpr int kTellers = 3;         // that merge parts
+constexpr int kThreads = 32 * (kWarps + kHelpers + kTellers + 1);
+constexpr int kHeads = kGroup / kHelpers;  // that a helper prepares, and finishes
 constexpr int kHalf = kBlock / 2;
 constexpr int kSlotBytes = kPartHead * 2;
 // So all fillings of a slot are of one pair.
 static_assert(kSlots % (2 * kPairs) == 0);
 constexpr int kMostRows = 256;
-// Tiles of a part, if kAttentionParts are enough: a part of fewer takes longer to prepare and finish than to copy.
-constexpr int kPartTiles = 8;
+// Tiles of a part, if kAttentionParts are enough: of fewer, what comes before and after them takes longer than their
+// copies, and merging costs what cutting gains.
+constexpr int kPartTiles = 16;
 
 // A part of what a row sees, for a KV head.
 struct Item {
@@ -167,6 +168,7 @@ struct Shared {
     Stage stages[2];
     Result results[2];
     Barrier prepared[2], multiplied[2];
+    uint32_t left[kHelpers];  // items that each helper has left behind
 };
 static_assert(sizeof(Shared) == kBytes);
 
@@ -176,42 +178,36 @@ __device__ __forceinline__ int first_of(int pair, uint32_t before) {
     return (pair + kPairs - before % kPairs) % kPairs;
 }
 
-// The block of a pair's tile number `i` + kPairs lane of an item.
+// The block of an item's tile number `i` + lane.
 __device__ __forceinline__ uint32_t block_of_tile(const DecodeAttentionArgs& args, const Item& item, int i, int lane) {
-    const int tile = item.first_tile + i + kPairs * lane;
+    const int tile = item.first_tile + i + lane;
     return tile < item.end_tile ? Cache(args, item.row, item.kv_head).block_of(tile * kBlock) : 0;
 }
 
-// The warp that copies for a pair. What it reads is older than the kernel before.
+// The warp that copies. What it reads is older than the kernel before.
 template <bool kWindow>
 __device__ __forceinline__ void copy(Shared& shared, const DecodeAttentionArgs& args, const Items<kWindow>& items,
-                                     int pair, int lane) {
-    uint32_t before = 0, number = blockIdx.x;
+                                     int lane) {
+    uint32_t filling = 0, number = blockIdx.x;
     Item item, next;
     bool more = items.get(number, lane, item);
-    uint32_t blocks = more ? block_of_tile(args, item, first_of(pair, 0), lane) : 0;
+    uint32_t blocks = more ? block_of_tile(args, item, 0, lane) : 0;
     while (more) {
         // The next item's blocks are asked for now, and known when they are needed.
-        const int first = first_of(pair, before), tiles = item.end_tile - item.first_tile;
         number += gridDim.x;
         more = items.get(number, lane, next);
-        const uint32_t next_blocks = more ? block_of_tile(args, next, first_of(pair, before + tiles), lane) : 0;
+        const uint32_t next_blocks = more ? block_of_tile(args, next, 0, lane) : 0;
         const Cache cache(args, item.row, item.kv_head);
-        int nth = 0;
-        for (int i = first; i < tiles; i += kPairs, ++nth) {
-            if (nth == 32) {
-                blocks = block_of_tile(args, item, i, lane);
-                nth = 0;
-            }
-            const uint32_t block = __shfl_sync(~0u, blocks, nth), filling = 2 * (before + i);
+        for (int i = 0; i < item.end_tile - item.first_tile; ++i) {
+            if (i > 0 && i % 32 == 0) blocks = block_of_tile(args, item, i, lane);
+            const uint32_t block = __shfl_sync(~0u, blocks, i % 32);
             const int tile = item.first_tile + i;
             // Of K what is seen; V lies across.
             const int from = max(item.start - tile * kBlock, 0), to = min(item.position - tile * kBlock, kBlock);
             constexpr int kKeyBytes = 2 * kHeadDim;
-            shared.ring.fill(filling, from * kKeyBytes, cache.k(block, from), (to - from) * kKeyBytes, lane);
-            shared.ring.fill(filling + 1, 0, cache.v(block, 0), kSlotBytes, lane);
+            shared.ring.fill(filling++, from * kKeyBytes, cache.k(block, from), (to - from) * kKeyBytes, lane);
+            shared.ring.fill(filling++, 0, cache.v(block, 0), kSlotBytes, lane);
         }
-        before += tiles;
         item = next;
         blocks = next_blocks;
     }
@@ -262,44 +258,53 @@ __device__ __forceinline__ void prepare(Stage& stage, const DecodeAttentionArgs&
     if (helper == 0 && lane == 0) stage.item = item;
 }
 
-// Parts that a helper has left for others and not told of, one a lane: a fence takes microseconds where copies are on
-// their way, so there is one for many.
-struct Left {
-    uint32_t row, kv_head, parts;
-    int count;
-
-    __device__ __forceinline__ void add(const Item& item, int lane) {
-        if (lane == count) row = item.row, kv_head = item.kv_head, parts = item.parts;
-        ++count;
-    }
-
-    // Tells of all, and merges those of which no part was missing.
-    __device__ __forceinline__ void tell(const DecodeAttentionArgs& args, int helper, int lane) {
-        if (count == 0) return;
+// One of the warps that tell other blocks of the parts that this one has left, and merge a row's if they were the last.
+// A fence takes microseconds where copies are on their way: here nobody waits for it.
+__device__ __forceinline__ void tell(const Shared& shared, const DecodeAttentionArgs& args, const Items<false>& items,
+                                     int teller, int lane) {
+    Item item;
+    for (uint32_t told = 0; items.get(blockIdx.x + told * gridDim.x, lane, item);) {
+        uint32_t left;
+        asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
+                     : "=r"(left)
+                     : "r"(shared_address(&shared.left[lane % kHelpers]))
+                     : "memory");
+        left = min(__reduce_min_sync(~0u, left) - told, 32u);
+        if (left == 0) {
+            __nanosleep(200);
+            continue;
+        }
+        // An item a lane.
+        uint32_t row = 0, kv_head = 0, parts = 1;
+        for (uint32_t i = 0; i < left; ++i) {
+            items.get(blockIdx.x + (told + i) * gridDim.x, lane, item);
+            if (lane == i) row = item.row, kv_head = item.kv_head, parts = item.parts;
+        }
+        told += left;
+        if (__all_sync(~0u, parts == 1)) continue;
         __syncwarp();
         fence_gpu();
         bool last = false;
-        if (lane < count) last = atomicAdd(Parts(args, row, kv_head).counters + helper, 1u) == parts - 1;
-        count = 0;
+        if (parts > 1) last = atomicAdd(Parts(args, row, kv_head).counters + teller, 1u) == parts - 1;
         uint32_t lasts = __ballot_sync(~0u, last);
-        if (lasts == 0) return;
+        if (lasts == 0) continue;
         fence_gpu();
         __syncwarp();
         for (; lasts != 0; lasts &= lasts - 1) {
             const int from = __ffs(lasts) - 1;
-            const uint32_t at_row = __shfl_sync(~0u, row, from), at_head = __shfl_sync(~0u, kv_head, from),
-                           of = __shfl_sync(~0u, parts, from);
-            const Parts all(args, at_row, at_head);
-            if (lane == 0) all.counters[helper] = 0;
+            const uint32_t of_row = __shfl_sync(~0u, row, from), of_head = __shfl_sync(~0u, kv_head, from),
+                           n = __shfl_sync(~0u, parts, from);
+            const Parts all(args, of_row, of_head);
+            if (lane == 0) all.counters[teller] = 0;
 #pragma unroll 1
-            for (int head = helper; head < kGroup; head += kHelpers) {
-                const float sink = args.sinks[kGroup * at_head + head] * kLog2e;
-                const Merged x = merge_parts(all.partial + head * kPartial, of);
-                store_attn(args, x, sink, at_row, kGroup * at_head + head, lane);
+            for (int head = teller; head < kGroup; head += kTellers) {
+                const float sink = args.sinks[kGroup * of_head + head] * kLog2e;
+                const Merged x = merge_parts(all.partial + head * kPartial, n);
+                store_attn(args, x, sink, of_row, kGroup * of_head + head, lane);
             }
         }
     }
-};
+}
 
 // One of the warps that prepare an item, and then finish the one before: two heads of each.
 template <bool kWindow>
@@ -307,7 +312,6 @@ __device__ __forceinline__ void help(Shared& shared, const DecodeAttentionArgs& 
                                      int helper, int lane) {
     Item item, next;
     float sinks[kHeads] = {}, next_sinks[kHeads] = {};
-    Left left = {};
     bool more = items.get(blockIdx.x, lane, next);
     for (uint32_t n = 0;; ++n) {
         Stage& stage = shared.stages[n % 2];
@@ -336,18 +340,21 @@ __device__ __forceinline__ void help(Shared& shared, const DecodeAttentionArgs& 
                     Parts(args, item.row, item.kv_head).leave(x, head, item.part, lane);
                 }
             }
-            if (!kWindow && item.parts > 1) {
-                left.add(item, lane);
-                if (left.count == 32) left.tell(args, helper, lane);
+            if (!kWindow) {
+                __syncwarp();
+                if (lane == 0) {
+                    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&shared.left[helper])),
+                                 "r"(n)
+                                 : "memory");
+                }
             }
         }
-        if (!more) break;
+        if (!more) return;
         item = next;
 #pragma unroll
         for (int i = 0; i < kHeads; ++i) sinks[i] = next_sinks[i];
         more = items.get(blockIdx.x + (n + 1) * gridDim.x, lane, next);
     }
-    if (!kWindow) left.tell(args, helper, lane);
 }
 
 // One of the warps that multiply.
@@ -418,6 +425,7 @@ __device__ __forceinline__ void run(const DecodeAttentionArgs& args) {
             shared.prepared[i].init(kHelpers);
             shared.multiplied[i].init(kWarps);
         }
+        for (int i = 0; i < kHelpers; ++i) shared.left[i] = 0;
         shared.ring.init(2);
     }
     if (warp == 0) items.read(lane);
@@ -426,8 +434,10 @@ __device__ __forceinline__ void run(const DecodeAttentionArgs& args) {
         multiply(shared, warp, lane);
     } else if (warp < kWarps + kHelpers) {
         help(shared, args, items, warp - kWarps, lane);
-    } else {
-        copy(shared, args, items, warp - kWarps - kHelpers, lane);
+    } else if (warp == kWarps + kHelpers) {
+        copy(shared, args, items, lane);
+    } else if constexpr (!kWindow) {
+        tell(shared, args, items, warp - kWarps - kHelpers - 1, lane);
     }
 }
 

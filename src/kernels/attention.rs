@@ -138,7 +138,7 @@ pub fn decode_attention_many_launch(
 ) -> Option<(Kernel, Launch)> {
     let (_, bytes) = rows_and_bytes(n_kv_heads, window, positions)?;
     // As in `cuda/args_attention.h`: a block of compute capability 9 to 11 can have 227 KB, of others no more than 99 KB.
-    let (block, shared_bytes) = if (9..12).contains(&major) { (512, 206_080) } else { (224, 89_088) };
+    let (block, shared_bytes) = if (9..12).contains(&major) { (512, 206_080) } else { (320, 89_088) };
     let kernel = if window.is_none() { DECODE_ATTENTION_MANY } else { DECODE_ATTENTION_MANY_WINDOW };
     Some((kernel, Launch { grid: [processors.max(1), 1, 1], block, shared_bytes, bytes }))
 }
@@ -186,7 +186,7 @@ mod tests {
         }
         for card in [(8, 108), (12, 188)] {
             let launch = decode_attention_launch(card, 4, None, &[7; 64]).unwrap().1;
-            assert_eq!((launch.grid, launch.block), ([card.1, 1, 1], 224));
+            assert_eq!((launch.grid, launch.block), ([card.1, 1, 1], 320));
             assert!(launch.shared_bytes + 2048 <= 99 << 10);
         }
         assert_eq!(decode_attention_launch(H200, 4, Some(513), &[1; 257]), None);
