@@ -53,8 +53,8 @@ fn borders_of_rounds_and_parts() {
         let positions = [end - 32, end - 31, end - 16, end - 15, end, end + 1];
         check(&gpu, &mut random, Path::Few, shape, &positions);
     }
-    // With many rows a part is up to eight tiles of 64 positions, and more where 33 would not be enough.
-    for tiles in [1, 2, 8, 16, 33, 33 * 8, 33 * 9] {
+    // With many rows a part is up to 16 tiles of 64 positions, and more where 33 would not be enough.
+    for tiles in [1, 2, 8, 16, 32, 33, 33 * 8, 33 * 16, 33 * 17] {
         let end = tiles * 64;
         check(&gpu, &mut random, Path::Many, shape, &[end - 64, end - 63, end - 32, end - 31, end, end + 1, end + 33]);
     }
