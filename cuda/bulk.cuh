@@ -16,7 +16,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 }
 
 // True for one thread of a warp that is all here. That it is alone is known to the compiler, which then needs no loop
-// around instructions with uniform operands, as copies are: a tenth of the instructions of a branch on a thread's number.
+// around instructions with uniform operands, as copies are: a tenth of the instructions of a branch on a thread's
+// number.
 __device__ __forceinline__ bool elect_one() {
     uint32_t elected;
     asm volatile(

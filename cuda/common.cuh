@@ -15,10 +15,10 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// Lets the next kernel start, up to its own wait. Right after the wait of this one, the next then knows that all kernels
-// but this have ended, so it may read whatever those wrote. Before the wait, it may run beside what this one waits for,
-// and along a row of kernels that do so, beside the last that did not: it may read what neither that one nor any of the
-// row writes.
+// Lets the next kernel start, up to its own wait. Right after the wait of this one, the next then knows that all
+// kernels but this have ended, so it may read whatever those wrote. Before the wait, it may run beside what this one
+// waits for, and along a row of kernels that do so, beside the last that did not: it may read what neither that one nor
+// any of the row writes.
 __device__ __forceinline__ void pdl_launch() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

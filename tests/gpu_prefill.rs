@@ -284,6 +284,145 @@ fn logit_parts(logits: &[f32]) -> Vec<f32> {
     logits.chunks_exact(EXPERTS).flat_map(of_row).collect()
 }
 
+/// What the experts' kernels read and write.
+struct ExpertBuffers {
+    x: Buffer,
+    tiles: Buffer,
+    n_tiles: Buffer,
+    gathered: Buffer,
+    act: Buffer,
+    y: Buffer,
+    act_shared: Buffer,
+    y_shared: Buffer,
+    counter: Buffer,
+}
+
+/// The products of a MoE layer for rows that are in their order, and of its shared expert.
+///
+/// # Safety
+/// `b` has the extents that the structs state for `rows` rows, and lives until the kernels have ended.
+unsafe fn run_experts(
+    gpu: &Gpu,
+    (moe, format): (&Moe, TileFormat),
+    way: Way,
+    rows: usize,
+    b: &ExpertBuffers,
+    pdl: bool,
+) {
+    let panel_rows = rows.next_multiple_of(ROWS_STEP);
+    let shared_rows = if way == Way::Few { rows as u32 } else { 0 };
+    let up = PrefillExpertsArgs {
+        x: b.gathered.address(),
+        weights: moe.gate_up[0].address(),
+        scales: moe.gate_up[1].address(),
+        out: b.act.address(),
+        tiles: b.tiles.address(),
+        n_tiles: b.n_tiles.address(),
+        sorted_rows: sorted_rows(rows) as u32,
+        shared_rows,
+        shared_x: b.x.address(),
+        shared_weights: moe.shared_gate_up[0].address(),
+        shared_scales: moe.shared_gate_up[1].address(),
+        shared_out: b.act_shared.address(),
+        panel_rows: panel_rows as u32,
+        shared_scale: f32::NAN,
+        counter: b.counter.address(),
+    };
+    let down = PrefillExpertsArgs {
+        x: b.act.address(),
+        weights: moe.down[0].address(),
+        scales: moe.down[1].address(),
+        out: b.y.address(),
+        shared_x: b.act_shared.address(),
+        shared_weights: moe.shared_down.address(),
+        shared_scales: 0,
+        shared_out: b.y_shared.address(),
+        shared_scale: moe.shared_scale,
+        ..up
+    };
+    let shared_up = PrefillLinearArgs {
+        x: b.x.address(),
+        weights: up.shared_weights,
+        scales: up.shared_scales,
+        out: b.act_shared.address(),
+        rows: rows as u32,
+        panel_rows: panel_rows as u32,
+        strips: 2 * SHARED_WIDTH as u32 / 16,
+        k_tiles: HIDDEN as u32 / 512,
+        out_stride: panel_rows as u32,
+        scale: f32::NAN,
+    };
+    let shared_down = PrefillLinearArgs {
+        x: b.act_shared.address(),
+        weights: down.shared_weights,
+        scales: 0,
+        out: b.y_shared.address(),
+        strips: HIDDEN as u32 / 16,
+        k_tiles: SHARED_WIDTH as u32 / 512,
+        out_stride: HIDDEN as u32,
+        scale: moe.shared_scale,
+        ..shared_up
+    };
+    let products = products(gpu);
+    let (up_kernel, up_launch) = products.experts(&PREFILL_EXPERTS_UP, format, way, rows);
+    let (down_kernel, down_launch) = products.experts(&PREFILL_EXPERTS_DOWN, format, way, rows);
+    // SAFETY: the caller's promise.
+    unsafe {
+        gpu.launch(up_kernel, up_launch, pdl, &up);
+        gpu.launch(down_kernel, down_launch, pdl, &down);
+        if way != Way::Few {
+            let (kernel, launch) = products.swiglu(format, &shared_up);
+            gpu.launch(kernel, launch, pdl, &shared_up);
+            let (kernel, launch) = products.linear(format, &shared_down);
+            gpu.launch(kernel, launch, pdl, &shared_down);
+        }
+    }
+}
+
+/// The norm of the next layer in the same kernel gives the bits of `combine`, which has run, and of the norm behind it.
+fn check_combine_norm(gpu: &Gpu, residual: &[f32], combine: &PrefillCombineArgs, pdl: bool) {
+    let (rows, eps) = (combine.rows as usize, 1e-6);
+    let panel_rows = rows.next_multiple_of(8);
+    let weight: Vec<f32> = (0..HIDDEN).map(|i| 0.5 + (i % 77) as f32 / 64.0).collect();
+    let weight = gpu.f32s(&weight);
+    let residuals = [(); 2].map(|()| gpu.upload(&bf16_bytes(residual)));
+    let panels_len = panel_rows * HIDDEN * 2;
+    let normed = [(); 2].map(|()| gpu.poisoned(panels_len));
+    let combine_norm = PrefillCombineNormArgs {
+        y: combine.y,
+        sorted: combine.sorted,
+        weights: combine.weights,
+        shared: combine.shared,
+        residual: residuals[0].address(),
+        norm_weight: weight.address(),
+        normed: normed[0].address(),
+        rows: rows as u32,
+        panel_rows: panel_rows as u32,
+        eps,
+        reserved: 0,
+    };
+    let norm = PrefillNormArgs {
+        delta: combine.delta,
+        residual: residuals[1].address(),
+        weight: weight.address(),
+        normed: normed[1].address(),
+        rows: rows as u32,
+        panel_rows: panel_rows as u32,
+        eps,
+        reserved: 0,
+    };
+    let (kernel, launch) = prefill_norm_launch(rows);
+    // SAFETY: every buffer has the extent that the structs state, and lives until the downloads below.
+    unsafe {
+        gpu.launch(PREFILL_COMBINE_NORM, prefill_combine_norm_launch(rows), pdl, &combine_norm);
+        gpu.launch(kernel, launch, pdl, &norm);
+    }
+    let [at_once, behind] = residuals.map(|residual| residual.download().unwrap());
+    assert!(at_once == behind, "{rows} rows: residual");
+    let [at_once, behind] = normed.map(|panels| output(&panels, panels_len));
+    assert!(at_once == behind, "{rows} rows: normed");
+}
+
 fn run_moe(
     gpu: &Gpu,
     (moe, format): (&Moe, TileFormat),
@@ -299,15 +438,21 @@ fn run_moe(
     let tiles_len = expert_tiles(rows, most_columns) * 16;
     let [choices_len, act_len, y_len, delta_len] =
         [rows * CHOSEN * 4, sorted_rows * EXPERT_WIDTH * 2, sorted_rows * HIDDEN * 2, rows * HIDDEN * 2];
-    let (logits, x) = (gpu.f32s(&logit_parts(logits)), gpu.upload(&bf16_bytes(&panels(x, HIDDEN))));
-    let shared = gpu.bf16s(residual);
+    let (logits, shared) = (gpu.f32s(&logit_parts(logits)), gpu.bf16s(residual));
     let [chosen, weights, sorted] = [(); 3].map(|()| gpu.poisoned(choices_len));
     let [masks, places] = [(); 2].map(|()| gpu.poisoned(masks_len));
-    let (tiles, n_tiles) = (gpu.poisoned(tiles_len), gpu.poisoned(4));
-    let [gathered, act, y, delta] = [y_len, act_len, y_len, delta_len].map(|len| gpu.poisoned(len));
-    let counter = gpu.upload(&[0; 4]);
-    let act_shared_len = panel_rows * SHARED_WIDTH * 2;
-    let [act_shared, y_shared] = [act_shared_len, delta_len].map(|len| gpu.poisoned(len));
+    let (act_shared_len, delta) = (panel_rows * SHARED_WIDTH * 2, gpu.poisoned(delta_len));
+    let b = ExpertBuffers {
+        x: gpu.upload(&bf16_bytes(&panels(x, HIDDEN))),
+        tiles: gpu.poisoned(tiles_len),
+        n_tiles: gpu.poisoned(4),
+        gathered: gpu.poisoned(y_len),
+        act: gpu.poisoned(act_len),
+        y: gpu.poisoned(y_len),
+        act_shared: gpu.poisoned(act_shared_len),
+        y_shared: gpu.poisoned(delta_len),
+        counter: gpu.upload(&[0; 4]),
+    };
     let route = PrefillRouteArgs {
         logits: logits.address(),
         experts: chosen.address(),
@@ -319,78 +464,25 @@ fn run_moe(
     let group = PrefillGroupArgs {
         masks: masks.address(),
         places: places.address(),
-        tiles: tiles.address(),
-        n_tiles: n_tiles.address(),
+        tiles: b.tiles.address(),
+        n_tiles: b.n_tiles.address(),
         rows: rows as u32,
         most_columns,
     };
     let gather = PrefillGatherArgs {
-        x: x.address(),
+        x: b.x.address(),
         experts: chosen.address(),
         masks: masks.address(),
         places: places.address(),
         sorted: sorted.address(),
-        out: gathered.address(),
+        out: b.gathered.address(),
         rows: rows as u32,
         panel_rows: panel_rows as u32,
         sorted_rows: sorted_rows as u32,
         reserved: 0,
-    };
-    let shared_rows = if way == Way::Few { rows as u32 } else { 0 };
-    let up = PrefillExpertsArgs {
-        x: gathered.address(),
-        weights: moe.gate_up[0].address(),
-        scales: moe.gate_up[1].address(),
-        out: act.address(),
-        tiles: tiles.address(),
-        n_tiles: n_tiles.address(),
-        sorted_rows: sorted_rows as u32,
-        shared_rows,
-        shared_x: x.address(),
-        shared_weights: moe.shared_gate_up[0].address(),
-        shared_scales: moe.shared_gate_up[1].address(),
-        shared_out: act_shared.address(),
-        panel_rows: panel_rows as u32,
-        shared_scale: f32::NAN,
-        counter: counter.address(),
-    };
-    let down = PrefillExpertsArgs {
-        x: act.address(),
-        weights: moe.down[0].address(),
-        scales: moe.down[1].address(),
-        out: y.address(),
-        shared_x: act_shared.address(),
-        shared_weights: moe.shared_down.address(),
-        shared_scales: 0,
-        shared_out: y_shared.address(),
-        shared_scale: moe.shared_scale,
-        ..up
-    };
-    let shared_up = PrefillLinearArgs {
-        x: x.address(),
-        weights: up.shared_weights,
-        scales: up.shared_scales,
-        out: act_shared.address(),
-        rows: rows as u32,
-        panel_rows: panel_rows as u32,
-        strips: 2 * SHARED_WIDTH as u32 / 16,
-        k_tiles: HIDDEN as u32 / 512,
-        out_stride: panel_rows as u32,
-        scale: f32::NAN,
-    };
-    let shared_down = PrefillLinearArgs {
-        x: act_shared.address(),
-        weights: down.shared_weights,
-        scales: 0,
-        out: y_shared.address(),
-        strips: HIDDEN as u32 / 16,
-        k_tiles: SHARED_WIDTH as u32 / 512,
-        out_stride: HIDDEN as u32,
-        scale: moe.shared_scale,
-        ..shared_up
     };
     let combine = PrefillCombineArgs {
-        y: y.address(),
+        y: b.y.address(),
         sorted: sorted.address(),
         weights: weights.address(),
         shared: shared.address(),
@@ -398,39 +490,6 @@ fn run_moe(
         rows: rows as u32,
         reserved: 0,
     };
-    // The norm of the next layer, in the same kernel and behind it; the shared rows serve as the residual stream.
-    let norm_weight: Vec<f32> = (0..HIDDEN).map(|i| 0.5 + (i % 77) as f32 / 64.0).collect();
-    let norm_weight = gpu.f32s(&norm_weight);
-    let residuals = [(); 2].map(|()| gpu.upload(&bf16_bytes(residual)));
-    let panels_len = panel_rows * HIDDEN * 2;
-    let normed = [(); 2].map(|()| gpu.poisoned(panels_len));
-    let combine_norm = PrefillCombineNormArgs {
-        y: y.address(),
-        sorted: sorted.address(),
-        weights: weights.address(),
-        shared: shared.address(),
-        residual: residuals[0].address(),
-        norm_weight: norm_weight.address(),
-        normed: normed[0].address(),
-        rows: rows as u32,
-        panel_rows: panel_rows as u32,
-        eps: 1e-6,
-        reserved: 0,
-    };
-    let norm = PrefillNormArgs {
-        delta: delta.address(),
-        residual: residuals[1].address(),
-        weight: norm_weight.address(),
-        normed: normed[1].address(),
-        rows: rows as u32,
-        panel_rows: panel_rows as u32,
-        eps: 1e-6,
-        reserved: 0,
-    };
-    let (norm_kernel, norm_launch) = prefill_norm_launch(rows);
-    let products = products(gpu);
-    let (up_kernel, up_launch) = products.experts(&PREFILL_EXPERTS_UP, format, way, rows);
-    let (down_kernel, down_launch) = products.experts(&PREFILL_EXPERTS_DOWN, format, way, rows);
     // SAFETY: every buffer has the extent that the structs state, and lives until the downloads below.
     unsafe {
         gpu.launch(PREFILL_ROUTE, prefill_route_launch(rows), pdl, &route);
@@ -438,46 +497,34 @@ fn run_moe(
         // Of few rows both kernels, in turn.
         let (few, launch) = prefill_gather_launch(rows);
         gpu.launch(if pdl { few } else { PREFILL_GATHER }, launch, pdl, &gather);
-        gpu.launch(up_kernel, up_launch, pdl, &up);
-        gpu.launch(down_kernel, down_launch, pdl, &down);
-        if way != Way::Few {
-            let (kernel, launch) = products.swiglu(format, &shared_up);
-            gpu.launch(kernel, launch, pdl, &shared_up);
-            let (kernel, launch) = products.linear(format, &shared_down);
-            gpu.launch(kernel, launch, pdl, &shared_down);
-        }
+        run_experts(gpu, (moe, format), way, rows, &b, pdl);
         gpu.launch(PREFILL_COMBINE, prefill_combine_launch(rows), pdl, &combine);
-        gpu.launch(PREFILL_COMBINE_NORM, prefill_combine_norm_launch(rows), pdl, &combine_norm);
-        gpu.launch(norm_kernel, norm_launch, pdl, &norm);
     }
-    let [at_once, behind] = residuals.map(|residual| residual.download().unwrap());
-    assert!(at_once == behind, "{rows} rows: residual");
-    let [at_once, behind] = normed.map(|panels| output(&panels, panels_len));
-    assert!(at_once == behind, "{rows} rows: normed");
+    check_combine_norm(gpu, residual, &combine, pdl);
     output(&masks, masks_len);
     output(&places, masks_len);
-    output(&gathered, y_len);
+    output(&b.gathered, y_len);
     let chosen = to_u32s(&output(&chosen, choices_len));
     let sorted = to_u32s(&output(&sorted, choices_len));
     check_groups(
         &chosen,
         &sorted,
-        &to_u32s(&output(&tiles, tiles_len)),
-        to_u32s(&output(&n_tiles, 4))[0],
+        &to_u32s(&output(&b.tiles, tiles_len)),
+        to_u32s(&output(&b.n_tiles, 4))[0],
         most_columns,
     );
-    assert_eq!(to_u32s(&counter.download().unwrap()), [0]);
-    let y = to_bf16s(&output(&y, y_len));
-    let act_shared = output(&act_shared, act_shared_len);
+    assert_eq!(to_u32s(&b.counter.download().unwrap()), [0]);
+    let y = to_bf16s(&output(&b.y, y_len));
+    let act_shared = output(&b.act_shared, act_shared_len);
     let padding = from_panels(&act_shared, panel_rows, SHARED_WIDTH, rows..panel_rows);
     assert!(padding.iter().all(|x| x.is_nan()), "rows that no token owns were written");
     Outcome {
         chosen,
         weights: to_f32s(&output(&weights, choices_len)),
-        act: from_panels(&output(&act, act_len), sorted_rows, EXPERT_WIDTH, sorted.iter().map(|&row| row as usize)),
+        act: from_panels(&output(&b.act, act_len), sorted_rows, EXPERT_WIDTH, sorted.iter().map(|&row| row as usize)),
         y: sorted.iter().flat_map(|&row| &y[row as usize * HIDDEN..][..HIDDEN]).copied().collect(),
         act_shared: from_panels(&act_shared, panel_rows, SHARED_WIDTH, 0..rows),
-        y_shared: to_bf16s(&output(&y_shared, delta_len)),
+        y_shared: to_bf16s(&output(&b.y_shared, delta_len)),
         delta: to_bf16s(&output(&delta, delta_len)),
     }
 }
