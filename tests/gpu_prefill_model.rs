@@ -81,19 +81,25 @@ fn a_prompt_says_what_decoding_it_says() {
 #[test]
 #[ignore = "needs a CUDA GPU: make test-gpu"]
 fn five_layers_at_full_width_diverge_from_fp32_no_more_than_the_cpu() {
+    const TEXTS: usize = 2;
     let config = FlintConfig::flint(5, 8192);
     let mut random = Random::fresh();
-    let tokens = random.tokens(600, config.vocab_size);
+    let (mut gpu_sum, mut cpu_sum) = (0.0, 0.0);
     for dtype in [DType::Nvfp4, DType::Bf16] {
         let weights = Arc::new(Weights::synthetic(config.clone(), 5, dtype).unwrap());
-        let [exact, rounded] = [Precision::Float32, Precision::Bfloat16]
-            .map(|precision| cpu_logits(&weights, precision, cpu::Path::Fast, &tokens));
-        let found = prompt_logits(&mut load(Source::Weights(&weights), 1, CHUNK_TOKENS), &tokens, 600);
-        let (gpu, cpu) = (mean_kl(&exact, &found, 8192), mean_kl(&exact, &rounded, 8192));
-        println!("{dtype}: GPU {gpu:.3e}, CPU {cpu:.3e}");
-        // Fewer tokens than for decode, and a few whose choice of experts flips carry much of the mean.
-        assert!(gpu <= 1.2 * cpu, "{dtype}: {gpu} against {cpu}");
+        for _ in 0..TEXTS {
+            let tokens = random.tokens(1100, config.vocab_size);
+            let [exact, rounded] = [Precision::Float32, Precision::Bfloat16]
+                .map(|precision| cpu_logits(&weights, precision, cpu::Path::Fast, &tokens));
+            let found = prompt_logits(&mut load(Source::Weights(&weights), 1, CHUNK_TOKENS), &tokens, 1100);
+            let (gpu, cpu) = (mean_kl(&exact, &found, 8192), mean_kl(&exact, &rounded, 8192));
+            println!("{dtype}: GPU {gpu:.3e}, CPU {cpu:.3e}");
+            // As for decode: choices of experts that flip carry much of a mean. Over 600 tokens it came out up to 1.21.
+            assert!(gpu <= 1.3 * cpu, "{dtype}: {gpu} against {cpu}");
+            (gpu_sum, cpu_sum) = (gpu_sum + gpu, cpu_sum + cpu);
+        }
     }
+    assert!(gpu_sum <= 1.1 * cpu_sum, "{gpu_sum} against {cpu_sum}");
 }
 
 #[test]
