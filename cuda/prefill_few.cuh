@@ -2,9 +2,9 @@
 //
 // Every warp multiplies strips of its own, whose pieces it brings itself, two ahead, past the caches into shared
 // memory; no warp waits for another's weights. The 16 warps of a block share the columns: pages of 8 columns and 512
-// inputs, which one thread brings. A block begins with its share of all strips, or of three quarters, in one run, so
-// that columns are brought once for many strips. The rest is dealt out in short ranges to whoever is done:
-// multiprocessors get unequal shares of the bandwidth. The shared expert's strips, over all rows, come first. A sum is
+// inputs, which one thread brings. A block begins with its share of three quarters of all strips, in one run, so that
+// columns are brought once for many strips. The rest is dealt out in short ranges to whoever is done: multiprocessors
+// get unequal shares of the bandwidth. The shared expert's strips, over all rows, come first. A sum is
 // one accumulator over the inputs in order, as everywhere, so it does not matter who makes it.
 #pragma once
 
@@ -56,8 +56,6 @@ struct FewWork {
     static constexpr uint32_t kMost = 16;
     static constexpr bool kPanels = kPairs;  // of the output
     static constexpr uint32_t kDealt = 16;   // strips that are dealt out at once
-    // Quarters of all strips that blocks begin with: where a strip is short, dealing costs more than it evens out.
-    static constexpr uint32_t kOwnQuarters = kPairs ? 3 : 4;
     const PrefillExpertsArgs& args;
     uint32_t n_shared;  // strips of the shared expert, of all its tiles
 
@@ -347,7 +345,7 @@ __device__ __forceinline__ void prefill_few(const PrefillExpertsArgs& args) {
     __syncthreads();
 
     const Work work{args};
-    const uint32_t cost = work.cost(), own = uint64_t(cost) * Work::kOwnQuarters / 4;
+    const uint32_t cost = work.cost(), own = cost / 4 * 3;
     const Ranges<Shape, Work> ranges{
         work,
         {work.at_cost(own * blockIdx.x / gridDim.x), work.at_cost(own * (blockIdx.x + 1) / gridDim.x)},
