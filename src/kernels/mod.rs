@@ -7,6 +7,7 @@ mod general;
 mod load;
 pub mod prefill;
 mod prefill_attention;
+mod prefill_route;
 mod prefill_rows;
 mod sample;
 
