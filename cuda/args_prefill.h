@@ -1,6 +1,7 @@
-// Argument structs of products over many rows and of what groups rows by expert; src/kernels/prefill.rs mirrors them.
-// T is the number of rows (tokens) of a launch, 1 or more. Panels are those of panel.cuh, weights the tiles of
-// layout.cuh. A row of panels that no token owns may hold anything: what is computed from it is not written.
+// Argument structs of products over many rows and of what groups rows by expert; src/kernels/prefill.rs and
+// prefill_route.rs mirror them. T is the number of rows (tokens) of a launch, 1 or more. Panels are those of panel.cuh,
+// weights the tiles of layout.cuh. A row of panels that no token owns may hold anything: what is computed from it is
+// not written.
 #pragma once
 
 #include <cuda_bf16.h>
