@@ -55,12 +55,20 @@ rust_tests() { # the test binaries
 } | tee "$out/machine.txt"
 
 if [[ $part == sanitize ]]; then
-    # Whole models take hours under it, and their kernels are those of the other tests.
+    # Whole models take hours under it, and their kernels are those of the other tests. One process a core: they leave the GPU
+    # idle most of the time.
+    checks=()
     for tool in memcheck racecheck initcheck; do
         for test in $(rust_tests | grep -vE '/gpu_(batch|load|model|prefill_model|recall)$'); do
-            run "${tool}_$(basename "$test")" compute-sanitizer --tool "$tool" --error-exitcode 1 "$test" --ignored --test-threads=1
+            while (($(jobs -rp | wc -l) >= $(nproc))); do wait -n || true; done
+            (
+                run "${tool}_$(basename "$test")" compute-sanitizer --tool "$tool" --error-exitcode 1 "$test" --ignored --test-threads=1
+                exit "$failed"
+            ) &
+            checks+=($!)
         done
     done
+    for check in "${checks[@]}"; do wait "$check" || failed=1; done
     exit "$failed"
 fi
 
