@@ -15,7 +15,8 @@
 //
 // launch   decode_attention: grid (G, any number) of 256 threads. The positions of a row are divided into up to
 //          kAttentionParts parts, and the blocks of a KV head take parts of all rows in turn; at most 256 rows.
-//          decode_attention_window: grid (8, G, B) of 160 threads in clusters of 8. No dynamic shared memory.
+//          decode_attention_window: grid (8, G, B) of 160 threads in clusters of 8. Neither uses dynamic shared memory;
+//          with few rows windows are launched with some, so that clusters spread out.
 // order    Tiles of 32 or 16 positions go to the warps of a block or cluster in turn, behind the last tile the new
 //          position; parts are whole rounds of warps. Warps, then blocks, then parts merge in ascending order, and the
 //          sink comes last. All of it depends on the token's own position alone.

@@ -7,9 +7,9 @@
 //      act [B, 6, 512] bf16 by slot; act_shared [B, 1024] bf16
 // out  delta [B, 2048] bf16
 //
-// launch   grid 128, more only wait: a block owns 16 outputs; 8 warps, from 4 rows on 12, take its tiles in turn, one
-// of each listed
-//          expert, then the shared two. A warp stages the inputs of its own tiles
+// launch   grid 128 or more, of which those from 128 on only wait: a block owns 16 outputs; 8 warps, from 4 rows on
+//          12, take its tiles in turn, one of each listed expert, then the shared two. A warp stages the inputs of its
+//          own tiles
 // bound    memory: (distinct experts + 2) * 128 tiles; at one row the latency of the chain
 // PDL      the experts are chosen, and the first tiles requested, before the wait: the scores are older than the kernel
 //          that this one waits for. Triggers first

@@ -25,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(256) decode_embed(const __grid_cons
         float* to = args.rope + row * 2 * kPairs + i;
         rope_angle(args.positions[row], args.inv_freq[i], to[0], to[kPairs]);
     }
-    // For that attention: it starts behind the trigger, not behind this kernel's end.
+    // For attention of the first layer, which reads rope once all blocks of this kernel have ended, and perhaps before
+    // what they wrote would be seen.
     __threadfence();
 }

@@ -12,7 +12,7 @@
 //          chose is read once
 // bound    memory: distinct experts * 64 * 4 tiles; at one row the latency: ids are known only after the wait
 // PDL      the shared expert's strip is requested before the wait, and multiplied while the others' weights come in. At
-//          one row a group requests its expert as soon as that is chosen, not when all are
+//          one row a group requests its expert as soon as that is chosen, not when all are. Triggers behind the choice
 #include "gemv.cuh"
 #include "routing.cuh"
 

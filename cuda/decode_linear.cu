@@ -11,7 +11,8 @@
 // out  out      [B, out_stride] bf16 or f32; new_residual [B, 2048] bf16
 //
 // launch   kGroups groups of kSplit warps a block; a group takes whole strips, strip = block + n * blocks, each warp
-//          k / 512 / kSplit tiles of it; dynamic shared memory NB * x_stride(k) + sums
+//          k / 512 / kSplit tiles of it; dynamic shared memory NB * x_stride(k) + sums. decode_o and decode_dense_down
+//          may have more blocks than strips, which only wait
 // bound    memory: strips * k / 512 * tile bytes; at one row the latency of the chain
 // PDL      weights and scales of the first strip, and the norm's weight, are requested before the wait; decode_qkv,
 //          decode_o and decode_dense_down trigger before it, the others right after it
@@ -63,6 +64,8 @@ __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
         static_assert(kGroups == 1);
         pdl_launch();
         pdl_wait();
+        // More blocks than strips: these only wait.
+        if (strip >= int(args.strips)) return;
         stage_tiles<NB, kK, kEach>(shared, static_cast<const __nv_bfloat16*>(args.x), args.norm.rows, split * kEach,
                                    lane);
     }

@@ -6,7 +6,8 @@
 // in   delta, residual [B, 2048] bf16; norm weight [2048] f32; router [256, 2048] f32
 // out  new_residual, normed [B, 2048] bf16; scores [B, 256] f32
 //
-// launch   grid 128, more only wait; 8 warps: a block takes two rows of the router, each split among 4 warps
+// launch   grid 128 or more, of which those from 128 on only wait; 8 warps: a block takes two rows of the router, each
+//          split among 4 warps
 // bound    latency; 2.1 MB
 // PDL      the router's rows and the norm's weight are requested before the wait; triggers before it
 #include "gemv.cuh"

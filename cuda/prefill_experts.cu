@@ -14,8 +14,8 @@
 //          of prefill_mma.cuh. Blocks are persistent: the number of tiles is known on the device alone. All give the
 //          same bits
 // bound    tensor cores; with few rows an expert, the weights' bytes
-// PDL      the first weights are requested before the wait (sm_90a): the tiles are older than the kernel that this one
-//          waits for
+// PDL      the first weights are requested before the wait (sm_90a): the tiles and their number are older than the
+//          kernel that this one waits for; triggers right after it
 #include "prefill_few.cuh"
 #include "prefill_mma.cuh"
 #include "prefill_narrow.cuh"

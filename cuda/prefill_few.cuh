@@ -14,8 +14,7 @@
 // The geometry, which src/kernels/prefill.rs repeats: one block on a multiprocessor.
 template <typename Piece>
 struct Few {
-    static constexpr uint32_t kMost = 16;  // columns of a tile
-    static constexpr int kWarps = 16;      // that multiply
+    static constexpr int kWarps = 16;  // that multiply
     static constexpr int kBringer = kWarps, kDealer = kWarps + 1;
     static constexpr int kThreads = 32 * (kWarps + 2);
     static constexpr int kBlocks = 1;
@@ -53,7 +52,7 @@ struct Columns {
 // Strips are numbered: those of the shared expert for its first rows, for the next ones, then those of each tile.
 template <int kStrips, int kTiles, int kSharedStrips, int kSharedTiles, bool kPairs>
 struct FewWork {
-    static constexpr uint32_t kMost = 16;
+    static constexpr uint32_t kMost = 16;    // columns of a tile
     static constexpr bool kPanels = kPairs;  // of the output
     static constexpr uint32_t kDealt = 16;   // strips that are dealt out at once
     const PrefillExpertsArgs& args;

@@ -11,7 +11,7 @@
 //          *_16, geometry as Narrow of prefill_narrow.cuh. Every card: *_mma, up to 64, as AnyCard of prefill_mma.cuh.
 //          Blocks are persistent, a unit is 128 weight rows. All give the same bits
 // bound    tensor cores; below some 200 rows the weights' bytes
-// PDL      the first weights are requested before the wait (sm_90a)
+// PDL      the first weights are requested before the wait (sm_90a); triggers right after it
 #include "prefill_mma.cuh"
 #include "prefill_narrow.cuh"
 #include "prefill_wgmma.cuh"

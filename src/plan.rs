@@ -137,13 +137,13 @@ pub enum Operation {
     Gather,
     /// The shared expert's gate and up, where they are a kernel of their own.
     SharedUp,
-    /// The chosen experts' gate and up; through the kernels of decode with the shared expert's.
+    /// The chosen experts' gate and up; of few rows with the shared expert's.
     ExpertsUp,
     /// The chosen experts' and the shared expert's down projection, and their sum.
     Down,
-    /// The chosen experts' down projection, where it is a kernel of its own.
+    /// The chosen experts' down projection, where it is not in `Down`; of few rows with the shared expert's.
     ExpertsDown,
-    /// The shared expert's.
+    /// The shared expert's, where it is a kernel of its own.
     SharedDown,
     /// The sum of both.
     Combine,

@@ -46,7 +46,7 @@ fn borders_of_rounds_and_parts() {
     let (gpu, mut random) = (Gpu::open(), Random::fresh());
     let shape = Shape { window: None, rope: false, ..SMALL };
     // A round is eight tiles of 32 positions, and there are at most 33 parts: one round each up to 33, then two, then
-    // three. With tiles of 16 and 66 parts the borders are the same.
+    // three.
     for rounds in [1, 2, 32, 33, 34, 66] {
         // A tile less, all tiles but the last whole, all whole, and a tile more.
         let end = rounds * 8 * 32;
@@ -85,7 +85,7 @@ fn as_many_rows_as_a_launch_takes() {
         check(&gpu, &mut random, path, Shape { window: None, rope: false, ..SMALL }, &positions);
         check(&gpu, &mut random, path, SMALL, &positions);
     }
-    // Each team of warps takes several rows, short and long ones.
+    // Each block takes several items, of short rows and of long ones.
     let positions: Vec<_> = (0..100).map(|row| if row % 9 == 4 { 20 * row } else { row * 7919 % 140 }).collect();
     for shape in [FLINT, FLINT_FULL] {
         check(&gpu, &mut random, Path::Many, shape, &positions);

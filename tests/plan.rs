@@ -135,6 +135,22 @@ fn the_first_fact_that_forces_the_general_path_is_named() {
 }
 
 #[test]
+fn what_decode_reads_before_it_waits_is_older_than_the_kernel_in_front() {
+    let config = FlintConfig::flint(5, LIMITS.vocab_tokens);
+    let types = Types::of_synthetic(&config, DType::Nvfp4).unwrap();
+    let plan = Plan::new(&config, &types, LIMITS, Card::H200).unwrap();
+    for rows in [1, 8] {
+        let steps = plan.steps(&Bases::default(), &vec![0; rows], Ending::Token);
+        let order: Vec<_> = steps.iter().map(|step| step.operation).collect();
+        // The scores of the router, and the angles of the embedding.
+        for too_close in [[Operation::Router, Operation::Down], [Operation::Embed, Operation::Attention]] {
+            assert!(order.windows(2).all(|pair| pair != too_close), "{too_close:?}");
+        }
+        assert!(order.contains(&Operation::Down) && order.contains(&Operation::Attention));
+    }
+}
+
+#[test]
 fn every_card_takes_the_fast_path_with_what_it_has() {
     let config = FlintConfig::flint(5, 1024);
     let limits = Limits { sequences: 32, context_tokens: 4096, vocab_tokens: 1024, ..LIMITS };

@@ -3,7 +3,7 @@
 use flint_rs::{
     checkpoint::DType,
     config::{FlintConfig, Mlp},
-    kernels::Args,
+    kernels::{Args, decode_attention_partial_bytes},
     plan::{Bases, CHUNK_TOKENS, Card, Ending, Limits, Operation, Plan, Step, Totals, Types},
 };
 
@@ -110,7 +110,9 @@ fn hand_over(args: &Args, rows: u64) -> [Vec<(u64, u64)>; 2] {
             let reads = [Some((a.qkv, row(5120))), rope].into_iter().flatten().collect();
             [reads, vec![(a.attn, u64::from(a.panel_rows) * 8192)]]
         }
-        Args::PrefillCombine(a) => [vec![(a.y, 0), (a.shared, 0)], vec![(a.delta, row(2048))]],
+        Args::PrefillCombine(a) => {
+            [vec![(a.y, 0), (a.shared, 0), (a.sorted, 0), (a.weights, 0)], vec![(a.delta, row(2048))]]
+        }
         Args::PrefillCombineNorm(a) => {
             let residual = (a.residual, row(2048));
             let normed = (a.normed, u64::from(a.panel_rows) * 4096);
@@ -126,7 +128,7 @@ fn hand_over(args: &Args, rows: u64) -> [Vec<(u64, u64)>; 2] {
         }
         Args::PrefillGather(a) => {
             let out = (a.out, u64::from(a.sorted_rows) * 4096);
-            [vec![(a.x, 0), (a.experts, 0), (a.masks, 0)], vec![(a.sorted, rows * 24), out]]
+            [vec![(a.x, 0), (a.experts, 0), (a.masks, 0), (a.places, 0)], vec![(a.sorted, rows * 24), out]]
         }
         Args::PrefillExperts(a) => {
             assert!(u64::from(a.shared_rows) == rows && u64::from(a.panel_rows) == rows.next_multiple_of(8));
@@ -186,7 +188,7 @@ fn what_rows_hold_does_not_meet() {
             ("positions", b.positions, 256 * 4),
             ("full blocks", b.blocks_full, 256 * 4 * b.table_stride as u64),
             ("window blocks", b.blocks_window, 256 * 4 * b.table_stride as u64),
-            ("partial", b.attn_partial, 256 * 4 * 32 * 8 * 132 * 4),
+            ("partial", b.attn_partial, decode_attention_partial_bytes(256, 4) as u64),
             ("counters", b.attn_counters, 256 * 16),
             ("rope", b.rope, 256 * 512),
             ("logits", b.logits, 256 * 4 * 150_144),
@@ -215,7 +217,8 @@ fn what_rows_hold_does_not_meet() {
 fn memory_is_that_of_the_sequences_asked_for() {
     let workspace = |sequences: usize| plan(Limits { sequences, ..LIMITS }).memory().workspace_bytes;
     // Of a sequence: logits, the sampler's bias, counts and workspace, its masks, and attention's partial results.
-    let each = 4 * 150_144 + 3 * 4 * 150_000 + 2 * 4 * 150_000_usize.div_ceil(32) + 4 * 32 * 8 * 132 * 4;
+    let each =
+        4 * 150_144 + 3 * 4 * 150_000 + 2 * 4 * 150_000_usize.div_ceil(32) + decode_attention_partial_bytes(1, 4);
     let grown = workspace(256) - workspace(16);
     assert!(grown.abs_diff(240 * each) < 240 * each / 100, "{grown} for {}", 240 * each);
     // KV memory of 256 sequences of 1K beside the weights of an H200.

@@ -28,7 +28,7 @@ const PARTS: u64 = 33;
 /// fp32 values of a part's result for a head: 128 sums, their maximum, the sum of probabilities.
 const PARTIAL_LEN: u64 = 128 + 4;
 /// Most rows that are few: each form has its own bits.
-const FEW_ROWS: usize = 8;
+const FEW_ROWS: usize = super::decode::ROWS[super::decode::ROWS.len() - 1];
 
 /// The argument of all of these kernels, as in `cuda/args_attention.h`. B rows, G KV heads, 8 G query heads of 128 values.
 #[repr(C)]

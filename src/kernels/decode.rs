@@ -273,7 +273,7 @@ impl LinearShape {
         Self { cols: 6144, split: 6, groups: 1, each_of: processors, most_blocks: 1024 }
     }
 
-    /// Shape of [`DECODE_LM_HEAD`]: as many blocks as the card holds, for ever.
+    /// Shape of [`DECODE_LM_HEAD`]: as many blocks as the card holds at once, which take all strips in turn.
     pub fn lm_head(processors: usize, format: TileFormat) -> Self {
         let each = if format == TileFormat::Nvfp4 { 2 } else { 1 };
         Self { cols: 2048, split: 2, groups: 4, each_of: 0, most_blocks: each * processors }

@@ -1,5 +1,5 @@
 //! Steps of more sequences than the kernels of decode hold, on the fast path: one new token each, through the products of
-//! prefill and the attention of decode.
+//! prefill and decode's attention in its form for many.
 
 use super::{
     Bases, Buffers, Ending, FastWeights, Plan, Step, fast,

@@ -337,15 +337,14 @@ def test_logits_are_plain_arrays(flint: Flint) -> None:
     assert flint.score([1, 2, 3]).shape == (2,)
 
 
-CORES = len(os.sched_getaffinity(0))
 ARGUMENTS = [
     ({"path_or_repo": 5}, TypeError, "path_or_repo"),
     ({"device": "tpu"}, ValueError, "device.*tpu"),
     ({"device": 1}, TypeError, "device"),
     ({"dtype": "float16"}, ValueError, "dtype.*float16"),
     ({"dtype": None}, TypeError, "dtype"),
-    ({"threads": 0}, ValueError, f"^threads: expected None or 1 to {CORES}, the cores .*, found 0$"),
-    ({"threads": CORES + 1}, ValueError, f"^threads: expected None or 1 to {CORES}, the cores .*, found {CORES + 1}$"),
+    ({"threads": 0}, ValueError, r"^threads: expected None or 1 to \d+, the cores .*, found 0$"),
+    ({"threads": 2**20}, ValueError, rf"^threads: expected None or 1 to \d+, the cores .*, found {2**20}$"),
     ({"threads": -1}, ValueError, r"^threads: .*, found -1$"),
     ({"threads": "two"}, TypeError, "threads"),
     ({"threads": 2, "device": "reference"}, ValueError, "threads.*reference"),
