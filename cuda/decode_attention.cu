@@ -61,8 +61,7 @@ struct Shared {
     alignas(16) __nv_bfloat16 v[kHeadDim];
     float sink[kGroup];
     float max[Shape::kWarps][kGroup], sum[Shape::kWarps][kGroup];
-    // Padded by 4, so that the 8 rows and 4 column pairs of a fragment hit 32 banks.
-    alignas(16) float out[Shape::kWarps][kGroup][kHeadDim + 4];
+    alignas(16) float out[Shape::kWarps][kGroup][kOutStride];
     // Of this block's heads, written by all blocks of the cluster.
     alignas(16) float4 rank_out[kHeads][kRanks][kHeadDim / 4];
     float2 rank_stats[kHeads][kRanks];
@@ -192,21 +191,7 @@ __device__ __forceinline__ void attend(Shared<Shape>& shared, const DecodeAttent
     }
 
     // The block's warps.
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        float sum = soft.sum[h];
-#pragma unroll
-        for (int i = 4; i < 32; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
-        if (g == 0) {
-            shared.max[warp][2 * t + h] = soft.top[h];
-            shared.sum[warp][2 * t + h] = sum;
-        }
-#pragma unroll
-        for (int m = 0; m < 8; ++m) {
-            shared.out[warp][2 * t + h][16 * m + g] = soft.out[m][h];
-            shared.out[warp][2 * t + h][16 * m + g + 8] = soft.out[m][2 + h];
-        }
-    }
+    soft.leave(shared.max[warp], shared.sum[warp], shared.out[warp], g, t);
     __syncthreads();
     // Anew: registers were for keys and values.
     const Work done = shared.work;

@@ -157,8 +157,7 @@ struct Stage {
 // What warps have of an item, by their place in it.
 struct Result {
     float max[kWarps][kGroup], sum[kWarps][kGroup];
-    // Padded by 4, so that the 8 rows and 4 column pairs of a fragment hit 32 banks.
-    alignas(16) float out[kWarps][kGroup][kHeadDim + 4];
+    alignas(16) float out[kWarps][kGroup][kOutStride];
 };
 
 // Of items in turn, stage and result are the first and the second. A stage is prepared when the item two before is
@@ -393,21 +392,7 @@ __device__ __forceinline__ void multiply(Shared& shared, int warp, int lane) {
         before += tiles;
 
         Result& result = shared.results[n % 2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float sum = soft.sum[h];
-#pragma unroll
-            for (int i = 4; i < 32; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
-            if (g == 0) {
-                result.max[place][2 * t + h] = soft.top[h];
-                result.sum[place][2 * t + h] = sum;
-            }
-#pragma unroll
-            for (int m = 0; m < 8; ++m) {
-                result.out[place][2 * t + h][16 * m + g] = soft.out[m][h];
-                result.out[place][2 * t + h][16 * m + g + 8] = soft.out[m][2 + h];
-            }
-        }
+        soft.leave(result.max[place], result.sum[place], result.out[place], g, t);
         shared.multiplied[n % 2].arrive(lane);
     }
 }

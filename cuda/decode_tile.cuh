@@ -78,6 +78,10 @@ struct Tile {
     }
 };
 
+// Floats between the heads of a warp's sums in shared memory: padded by 4, so that the 8 rows and 4 column pairs of a
+// fragment hit 32 banks.
+constexpr int kOutStride = kHeadDim + 4;
+
 // What a warp has attended to: of heads 2 t and 2 t + 1, in powers of two.
 struct Softmax {
     float top[2];     // the largest score
@@ -104,6 +108,26 @@ struct Softmax {
         for (int m = 0; m < 8; ++m)
 #pragma unroll
             for (int c = 0; c < 4; ++c) out[m][c] = __bfloat162float(v[16 * m + 8 * (c / 2) + g]);
+    }
+
+    // To shared memory, for who merges what warps have.
+    __device__ __forceinline__ void leave(float (&tops)[kGroup], float (&sums)[kGroup],
+                                          float (&outs)[kGroup][kOutStride], int g, int t) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float all = sum[h];
+#pragma unroll
+            for (int i = 4; i < 32; i *= 2) all += __shfl_xor_sync(~0u, all, i);
+            if (g == 0) {
+                tops[2 * t + h] = top[h];
+                sums[2 * t + h] = all;
+            }
+#pragma unroll
+            for (int m = 0; m < 8; ++m) {
+                outs[2 * t + h][16 * m + g] = out[m][h];
+                outs[2 * t + h][16 * m + g + 8] = out[m][2 + h];
+            }
+        }
     }
 };
 

@@ -16,7 +16,7 @@ struct Narrow {
     static constexpr int kThreads = kConsumers + 32;
     // On a multiprocessor. Of a kernel that leaves room for as much again the next one's first weights come during it;
     // BF16 needs the room to have as many on their way.
-    static constexpr int kBlocks = kMost <= 16 && (kSplit == 1 || Piece::kTilePieces == 1) ? 2 : 1;
+    static constexpr int kBlocks = kMost <= 16 && Piece::kTilePieces == 1 ? 2 : 1;
     static constexpr int kXBytes = Piece::kChunks * kMost * kPanelRowBytes;
     static constexpr int kStageBytes = kXBytes + kStrips * Piece::kBytes;
     static constexpr int kFit = 208 * 1024 / kBlocks / kStageBytes;

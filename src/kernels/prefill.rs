@@ -388,7 +388,7 @@ impl Shape {
                     TileFormat::Bf16 => (TILE_PANELS / 4, format.tile_bytes() / 4),
                 };
                 let strips = UNIT_STRIPS / split;
-                let blocks = if columns <= 16 && (split == 1 || format == TileFormat::Nvfp4) { 2 } else { 1 };
+                let blocks = if columns <= 16 && format == TileFormat::Nvfp4 { 2 } else { 1 };
                 let stage = chunks * columns * PANEL_ROW_BYTES + strips * piece;
                 let stages = ((208 << 10) / blocks / stage).min(12);
                 let shared_bytes = stages * (stage + 16) + ending / split;
