@@ -133,7 +133,7 @@ impl FlintConfig {
     /// Whether matrices of NVFP4 can have these dimensions, whose rows are whole blocks. Errors: [`Error::Value`] naming
     /// the dimension.
     pub fn check_nvfp4(&self) -> Result<()> {
-        self.check_blocks(&FIELDS).map_err(|(name, accepted, found)| Error::value(name, found, accepted))
+        self.check_blocks(&FIELDS, str::to_owned)
     }
 
     /// The same with the names of [`Self::flint_with`].
@@ -195,25 +195,24 @@ impl FlintConfig {
         }
         Ok(())
     }
-}
 
-impl FlintConfig {
-    /// Whether rows of every projection are whole blocks of NVFP4; else (name, accepted, found).
-    fn check_blocks(&self, names: &Names) -> Result<(), (String, String, String)> {
-        let query = format!("{} * {}", names.n_heads, names.head_dim);
-        let mut widths = vec![(names.hidden_size.to_owned(), self.hidden_size), (query, self.n_heads * self.head_dim)];
+    /// [`Self::check_nvfp4`] with the names of the source, as `call` puts them.
+    fn check_blocks(&self, names: &Names, call: impl Fn(&str) -> String) -> Result<()> {
+        let query = format!("{} * {}", call(names.n_heads), call(names.head_dim));
+        let mut widths = vec![(call(names.hidden_size), self.hidden_size), (query, self.n_heads * self.head_dim)];
         for (mlp, name, width) in [
             (Mlp::Dense, names.dense_intermediate_size, self.dense_intermediate_size),
             (Mlp::Moe, names.expert_intermediate_size, self.expert_intermediate_size),
             (Mlp::Moe, names.shared_intermediate_size, self.shared_intermediate_size),
         ] {
             if self.layers.iter().any(|layer| layer.mlp == mlp) {
-                widths.push((name.to_owned(), width));
+                widths.push((call(name), width));
             }
         }
         match widths.into_iter().find(|(_, width)| !width.is_multiple_of(BLOCK_LEN)) {
             Some((name, width)) => {
-                Err((name, format!("a multiple of {BLOCK_LEN}, the values of an NVFP4 block"), width.to_string()))
+                let accepted = format!("a multiple of {BLOCK_LEN}, the values of an NVFP4 block");
+                Err(Error::value(name, width.to_string(), accepted))
             }
             None => Ok(()),
         }

@@ -108,11 +108,7 @@ fn in_dims(key: &str) -> String {
 
 /// [`FlintConfig::check_nvfp4_dims`].
 pub(super) fn check_nvfp4(config: &FlintConfig) -> Result<()> {
-    config.check_blocks(&NAMES).map_err(|(name, accepted, found)| {
-        // A product of two.
-        let name = name.split(" * ").map(in_dims).collect::<Vec<_>>().join(" * ");
-        Error::value(name, found, accepted)
-    })
+    config.check_blocks(&NAMES, in_dims)
 }
 
 /// `base`, whose layers follow Flint's rule, with the keys of `dims` in place of its own; see [`FlintConfig::flint_with`].
