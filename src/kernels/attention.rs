@@ -2,20 +2,16 @@
 
 use std::mem::offset_of;
 
-use super::{Kernel, Launch};
+use super::{Kernel, Launch, decode::MAX_ROWS, kernel};
 
 /// Attention of one new token a sequence to all before it, with its norms, rotation and KV write.
-pub const DECODE_ATTENTION: Kernel =
-    Kernel { symbol: c"decode_attention", args_bytes: size_of::<DecodeAttentionArgs>(), pdl: true };
+pub const DECODE_ATTENTION: Kernel = kernel::<DecodeAttentionArgs>(c"decode_attention");
 /// The same to the last few positions.
-pub const DECODE_ATTENTION_WINDOW: Kernel =
-    Kernel { symbol: c"decode_attention_window", args_bytes: size_of::<DecodeAttentionArgs>(), pdl: true };
+pub const DECODE_ATTENTION_WINDOW: Kernel = kernel::<DecodeAttentionArgs>(c"decode_attention_window");
 /// As [`DECODE_ATTENTION`], for many sequences.
-pub const DECODE_ATTENTION_MANY: Kernel =
-    Kernel { symbol: c"decode_attention_many", args_bytes: size_of::<DecodeAttentionArgs>(), pdl: true };
+pub const DECODE_ATTENTION_MANY: Kernel = kernel::<DecodeAttentionArgs>(c"decode_attention_many");
 /// As [`DECODE_ATTENTION_WINDOW`], for many sequences.
-pub const DECODE_ATTENTION_MANY_WINDOW: Kernel =
-    Kernel { symbol: c"decode_attention_many_window", args_bytes: size_of::<DecodeAttentionArgs>(), pdl: true };
+pub const DECODE_ATTENTION_MANY_WINDOW: Kernel = kernel::<DecodeAttentionArgs>(c"decode_attention_many_window");
 
 /// The only head dimension of these kernels.
 pub const DECODE_ATTENTION_HEAD_DIM: u32 = 128;
@@ -27,8 +23,6 @@ pub const DECODE_ATTENTION_ROWS: u32 = 256;
 const PARTS: u64 = 33;
 /// fp32 values of a part's result for a head: 128 sums, their maximum, the sum of probabilities.
 const PARTIAL_LEN: u64 = 128 + 4;
-/// Most rows that are few: each form has its own bits.
-const FEW_ROWS: usize = super::decode::ROWS[super::decode::ROWS.len() - 1];
 
 /// The argument of all of these kernels, as in `cuda/args_attention.h`. B rows, G KV heads, 8 G query heads of 128 values.
 #[repr(C)]
@@ -98,7 +92,8 @@ pub fn decode_attention_launch(
     window: Option<u32>,
     positions: &[u32],
 ) -> Option<(Kernel, Launch)> {
-    if positions.len() <= FEW_ROWS {
+    // Each form has its own bits, so this is where the products change theirs.
+    if positions.len() <= MAX_ROWS {
         decode_attention_few_launch(n_kv_heads, window, positions)
     } else {
         decode_attention_many_launch((major, processors), n_kv_heads, window, positions)

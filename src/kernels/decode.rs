@@ -2,11 +2,13 @@
 
 use std::mem::offset_of;
 
-use super::{Kernel, Launch, symbol};
+use super::{Kernel, Launch, kernel, symbol};
 use crate::tiles::{TILE_COLS, TILE_ROWS, TileFormat};
 
 /// Rows of a step that the kernels are compiled for; a step of B rows uses the smallest that holds it.
 pub const ROWS: [usize; 4] = [1, 2, 4, 8];
+/// Most rows of a step of these kernels.
+pub const MAX_ROWS: usize = ROWS[ROWS.len() - 1];
 /// D, the width that these kernels are compiled for.
 pub const HIDDEN: usize = 2048;
 /// E.
@@ -188,11 +190,7 @@ macro_rules! family {
         family!($(#[$doc])* $family, $name, ["_nvfp4", "_bf16"], $args);
     };
     (@ $name:literal, $format:literal, $rows:literal, $args:ty) => {
-        Kernel {
-            symbol: symbol(concat!($name, $format, $rows, "\0").as_bytes()),
-            args_bytes: size_of::<$args>(),
-            pdl: true,
-        }
+        kernel::<$args>(symbol(concat!($name, $format, $rows, "\0").as_bytes()))
     };
 }
 
@@ -222,8 +220,7 @@ family!(
     DECODE_DOWN, "decode_down", DecodeDownArgs);
 
 /// The embeddings of a step's tokens.
-pub const DECODE_EMBED: Kernel =
-    Kernel { symbol: c"decode_embed", args_bytes: size_of::<DecodeEmbedArgs>(), pdl: true };
+pub const DECODE_EMBED: Kernel = kernel::<DecodeEmbedArgs>(c"decode_embed");
 
 /// Distinct experts that `rows` rows choose in the mean if all are equally likely, rounded.
 pub fn distinct_experts(n_experts: usize, per_token: usize, rows: usize) -> usize {

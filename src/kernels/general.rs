@@ -3,7 +3,7 @@
 
 use std::mem::offset_of;
 
-use super::{Kernel, Launch};
+use super::{Kernel, Launch, kernel};
 use crate::checkpoint::DType;
 
 /// Largest head dimension of [`GENERAL_ATTENTION`].
@@ -29,10 +29,6 @@ pub const GENERAL_ROUTER: Kernel = kernel::<GeneralRouterArgs>(c"general_router"
 pub const GENERAL_SWIGLU: Kernel = kernel::<GeneralSwigluArgs>(c"general_swiglu");
 /// The second half of chosen experts and of the shared one, and their sum.
 pub const GENERAL_EXPERTS_DOWN: Kernel = kernel::<GeneralExpertsDownArgs>(c"general_experts_down");
-
-const fn kernel<Args>(symbol: &'static std::ffi::CStr) -> Kernel {
-    Kernel { symbol, args_bytes: size_of::<Args>(), pdl: true }
-}
 
 const THREADS: u32 = 256;
 /// Outputs of a thread block, one a warp.

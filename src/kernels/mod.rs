@@ -31,6 +31,11 @@ pub struct Kernel {
     pub pdl: bool,
 }
 
+/// A kernel of a step, whose argument is an `A`.
+const fn kernel<A>(symbol: &'static CStr) -> Kernel {
+    Kernel { symbol, args_bytes: size_of::<A>(), pdl: true }
+}
+
 /// A name that was put together, with a zero byte behind it.
 const fn symbol(bytes: &'static [u8]) -> &'static CStr {
     match CStr::from_bytes_with_nul(bytes) {

@@ -5,7 +5,7 @@ use std::mem::offset_of;
 use super::{
     Kernel, Launch,
     decode::{CHOSEN, EXPERT_WIDTH, EXPERTS, HIDDEN, SHARED_WIDTH, distinct_experts},
-    symbol,
+    kernel, symbol,
 };
 use crate::tiles::{TILE_COLS, TILE_ROWS, TileFormat};
 
@@ -172,11 +172,7 @@ macro_rules! product {
         };
     };
     (@ $name:literal, $format:literal, $suffix:literal, $args:ty) => {
-        Kernel {
-            symbol: symbol(concat!($name, $format, $suffix, "\0").as_bytes()),
-            args_bytes: size_of::<$args>(),
-            pdl: true,
-        }
+        kernel::<$args>(symbol(concat!($name, $format, $suffix, "\0").as_bytes()))
     };
     ($(#[$doc:meta])* linear $product:ident, $name:literal, $ending:ident) => {
         product!($(#[$doc])* $product, $name, PrefillLinearArgs, $ending, false, [

@@ -2,13 +2,12 @@
 
 use std::{collections::BTreeMap, mem::offset_of, ops::Range};
 
-use super::{Kernel, Launch};
+use super::{Kernel, Launch, kernel};
 
 /// Norm and rotation of q and k of many new tokens, and the write of k and v.
-pub const PREFILL_KV: Kernel = Kernel { symbol: c"prefill_kv", args_bytes: size_of::<PrefillKvArgs>(), pdl: true };
+pub const PREFILL_KV: Kernel = kernel::<PrefillKvArgs>(c"prefill_kv");
 /// Attention of many new tokens, for any card.
-pub const PREFILL_ATTENTION: Kernel =
-    Kernel { symbol: c"prefill_attention", args_bytes: size_of::<PrefillAttentionArgs>(), pdl: true };
+pub const PREFILL_ATTENTION: Kernel = kernel::<PrefillAttentionArgs>(c"prefill_attention");
 /// The same for compute capability 9.0. Its bits are its own.
 pub const PREFILL_ATTENTION_HOPPER: Kernel = Kernel { symbol: c"prefill_attention_hopper", ..PREFILL_ATTENTION };
 

@@ -5,6 +5,7 @@ use std::mem::offset_of;
 use super::{
     Kernel, Launch,
     decode::{CHOSEN, EXPERTS, HIDDEN},
+    kernel,
     prefill::ROWS_STEP,
 };
 use crate::tiles::PARTS;
@@ -155,24 +156,18 @@ pub const fn expert_tiles(rows: usize, most_columns: u32) -> usize {
 }
 
 /// The choice of experts.
-pub const PREFILL_ROUTE: Kernel =
-    Kernel { symbol: c"prefill_route", args_bytes: size_of::<PrefillRouteArgs>(), pdl: true };
+pub const PREFILL_ROUTE: Kernel = kernel::<PrefillRouteArgs>(c"prefill_route");
 /// Where each expert's rows lie, and the tiles over them.
-pub const PREFILL_GROUP: Kernel =
-    Kernel { symbol: c"prefill_group", args_bytes: size_of::<PrefillGroupArgs>(), pdl: true };
+pub const PREFILL_GROUP: Kernel = kernel::<PrefillGroupArgs>(c"prefill_group");
 /// Copies rows to their experts.
-pub const PREFILL_GATHER: Kernel =
-    Kernel { symbol: c"prefill_gather", args_bytes: size_of::<PrefillGatherArgs>(), pdl: true };
+pub const PREFILL_GATHER: Kernel = kernel::<PrefillGatherArgs>(c"prefill_gather");
 /// The same, for up to 256 rows: it needs nothing of [`PREFILL_GROUP`], and runs beside it. What is older than that has to
 /// have ended.
-pub const PREFILL_GATHER_FEW: Kernel =
-    Kernel { symbol: c"prefill_gather_few", args_bytes: size_of::<PrefillGatherArgs>(), pdl: true };
+pub const PREFILL_GATHER_FEW: Kernel = kernel::<PrefillGatherArgs>(c"prefill_gather_few");
 /// The output of a MoE layer.
-pub const PREFILL_COMBINE: Kernel =
-    Kernel { symbol: c"prefill_combine", args_bytes: size_of::<PrefillCombineArgs>(), pdl: true };
+pub const PREFILL_COMBINE: Kernel = kernel::<PrefillCombineArgs>(c"prefill_combine");
 /// The same, and the residual add and norm behind it.
-pub const PREFILL_COMBINE_NORM: Kernel =
-    Kernel { symbol: c"prefill_combine_norm", args_bytes: size_of::<PrefillCombineNormArgs>(), pdl: true };
+pub const PREFILL_COMBINE_NORM: Kernel = kernel::<PrefillCombineNormArgs>(c"prefill_combine_norm");
 
 /// The launch of [`PREFILL_ROUTE`] for T rows.
 pub fn prefill_route_launch(rows: usize) -> Launch {

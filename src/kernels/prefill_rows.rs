@@ -2,7 +2,7 @@
 
 use std::mem::offset_of;
 
-use super::{Kernel, Launch, decode::HIDDEN};
+use super::{Kernel, Launch, decode::HIDDEN, kernel};
 
 /// Rows of a thread block, one a warp.
 const ROWS: usize = 8;
@@ -10,14 +10,11 @@ const ROWS: usize = 8;
 const FEW_ROWS: usize = 1024;
 
 /// The embeddings of a chunk's tokens.
-pub const PREFILL_EMBED: Kernel =
-    Kernel { symbol: c"prefill_embed", args_bytes: size_of::<PrefillEmbedArgs>(), pdl: true };
+pub const PREFILL_EMBED: Kernel = kernel::<PrefillEmbedArgs>(c"prefill_embed");
 /// Residual add and RMS norm, into panels.
-pub const PREFILL_NORM: Kernel =
-    Kernel { symbol: c"prefill_norm", args_bytes: size_of::<PrefillNormArgs>(), pdl: true };
+pub const PREFILL_NORM: Kernel = kernel::<PrefillNormArgs>(c"prefill_norm");
 /// The same with a block a row.
-pub const PREFILL_NORM_FEW: Kernel =
-    Kernel { symbol: c"prefill_norm_few", args_bytes: size_of::<PrefillNormArgs>(), pdl: true };
+pub const PREFILL_NORM_FEW: Kernel = kernel::<PrefillNormArgs>(c"prefill_norm_few");
 
 /// The argument of [`PREFILL_EMBED`]. Device addresses, multiples of 16; T rows of D = 2048.
 #[repr(C)]

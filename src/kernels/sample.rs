@@ -2,7 +2,7 @@
 
 use std::mem::offset_of;
 
-use super::{Kernel, Launch};
+use super::{Kernel, Launch, kernel};
 use crate::{
     error::{Error, Result},
     sampling::{
@@ -12,8 +12,7 @@ use crate::{
 };
 
 /// The next token of each row, and its position.
-pub const DECODE_SAMPLE: Kernel =
-    Kernel { symbol: c"decode_sample", args_bytes: size_of::<DecodeSampleArgs>(), pdl: true };
+pub const DECODE_SAMPLE: Kernel = kernel::<DecodeSampleArgs>(c"decode_sample");
 
 /// Bytes of a row's [`SampleRow`].
 pub const SAMPLE_ROW_BYTES: usize = size_of::<SampleRow>();

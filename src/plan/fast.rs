@@ -15,8 +15,8 @@ use crate::{
     tiles::{TILE_ROWS, TileFormat},
 };
 
-/// Most rows of a step through the kernels of [`decode`].
-pub(super) const MAX_ROWS: usize = decode::ROWS[decode::ROWS.len() - 1];
+pub(super) use crate::kernels::decode::MAX_ROWS;
+
 /// H; the inputs of `decode_o` are 128 times that.
 const HEADS: usize = 32;
 /// The inputs of `decode_dense_down`.
@@ -264,9 +264,9 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// For kernels that do not norm their input.
-    fn no_norm(&self) -> NormArgs {
-        NormArgs { rows: self.rows() as u32, ..NormArgs::default() }
+    /// For kernels that do not norm their input, over `rows` of them.
+    fn no_norm(rows: usize) -> NormArgs {
+        NormArgs { rows: rows as u32, ..NormArgs::default() }
     }
 
     /// A `decode_linear` kernel over `strips` strips, whose rows of `out` have `out_width` values of `out_bytes`, for all rows.
@@ -310,7 +310,7 @@ impl<'a> Builder<'a> {
         };
         let each = if fits(self.rows()) { self.rows() } else { MAX_ROWS / 2 };
         for first in (0..self.rows()).step_by(each) {
-            let norm = NormArgs { rows: each.min(self.rows() - first) as u32, ..NormArgs::default() };
+            let norm = Self::no_norm(each.min(self.rows() - first));
             steps.push(self.linear(
                 Operation::DenseDown,
                 index,
@@ -375,7 +375,7 @@ impl<'a> Builder<'a> {
             Operation::Output,
             index,
             (&decode::DECODE_O, LinearShape::o(self.plan.card.processors)),
-            (self.no_norm(), b.attn),
+            (Self::no_norm(self.rows()), b.attn),
             (layer.output, d / TILE_ROWS),
             (b.delta, d, 2),
         )

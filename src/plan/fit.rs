@@ -33,10 +33,11 @@ pub fn fit(
     if total(largest)? <= free_bytes {
         return Ok(largest);
     }
-    let beside = free_bytes.saturating_sub(plan(smallest)?.weights_bytes as u64);
+    let least_memory = plan(smallest)?;
+    let beside = free_bytes.saturating_sub(least_memory.weights_bytes as u64);
     let mut chosen = smallest;
     for limits in choices {
-        let extra = total(limits)? - total(smallest)?;
+        let extra = total(limits)? - least_memory.total_bytes() as u64;
         let at_least = total(Limits { context_tokens: least, ..limits })?;
         if extra <= beside / CHUNK_SHARE && at_least <= free_bytes {
             chosen = limits;

@@ -181,8 +181,8 @@ impl Call {
         &self.function.module
     }
 
-    /// Queues it. With `pdl` a kernel that waits for those before it may start before they end, on cards that can do this. An error is one of the
-    /// launch, or of an earlier kernel.
+    /// Queues it. With `pdl` a kernel that waits for those before it may start before they end, on cards that can do this. An
+    /// error is one of the launch, or of an earlier kernel.
     pub fn queue(&self, pdl: bool) -> Result<()> {
         let launch = self.launch;
         let mut attribute = sys::CUlaunchAttribute {
