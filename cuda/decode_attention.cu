@@ -243,11 +243,7 @@ extern "C" __global__ void __launch_bounds__(32 * All::kWarps, 1)
         positions[threadIdx.x] = args.positions[threadIdx.x];
         parts = Span<All>(positions[threadIdx.x], 0).parts;
     }
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-        const uint32_t lower = __shfl_up_sync(~0u, parts, i);
-        if (lane >= i) parts += lower;
-    }
+    parts = running_sum(parts, lane);
     if (lane == 31) totals[warp] = parts;
     __syncthreads();
     for (int w = 0; w < warp; ++w) parts += totals[w];

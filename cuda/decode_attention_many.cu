@@ -110,13 +110,7 @@ struct Items {
             all += parts[i];
         }
         if constexpr (kWindow) return;
-        uint32_t end = all;
-#pragma unroll
-        for (int i = 1; i < 32; i *= 2) {
-            const uint32_t lower = __shfl_up_sync(~0u, end, i);
-            if (lane >= i) end += lower;
-        }
-        end -= all;
+        uint32_t end = running_sum(all, lane) - all;
 #pragma unroll
         for (int i = 0; i < kEach; ++i) ends[kEach * lane + i] = end += parts[i];
     }

@@ -40,6 +40,14 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
     mma(c, a[0], a[1], a[2], a[3], b0, b1);
 }
 
+// Four 8x8 matrices from shared memory, of which lane 8 m + r gives the address of row r of matrix m.
+__device__ __forceinline__ void load_matrices(uint32_t (&b)[4], uint32_t from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                 : "r"(from)
+                 : "memory");
+}
+
 // The transpose of the 8x8 matrix of which lane (g, t) holds columns 2 t and 2 t + 1 of row g.
 __device__ __forceinline__ uint32_t transpose(uint32_t a) {
     uint32_t d;

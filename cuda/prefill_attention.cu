@@ -34,12 +34,9 @@ static_assert(2 * kStageBytes == 65536, "shared memory of a launch");
 
 // Two B fragments, of neighbouring groups of 8 columns.
 __device__ __forceinline__ uint4 load_fragments(uint32_t from) {
-    uint4 b;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w)
-                 : "r"(from)
-                 : "memory");
-    return b;
+    uint32_t b[4];
+    load_matrices(b, from);
+    return make_uint4(b[0], b[1], b[2], b[3]);
 }
 
 // The fragment c += A B.

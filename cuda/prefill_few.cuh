@@ -237,13 +237,6 @@ struct Pages {
     __device__ __forceinline__ void wait(uint32_t page) const { barrier_wait(full(page), parity(page)); }
 };
 
-// B fragments of 8 columns: parts 4 h to 4 h + 3 of each row of a panel are those of mma 2 h and 2 h + 1.
-__device__ __forceinline__ void load_parts(uint32_t (&b)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                 : "r"(address));
-}
-
 // The sums of a strip over G groups of 8 columns; `page` is the first of its columns, `last` says that no other strip
 // of this warp needs them.
 template <int G, typename Shape, typename Piece, typename Work>
@@ -268,9 +261,10 @@ __device__ __forceinline__ void multiply_strip(float (&d)[G][4], Pieces<Shape, P
                 weights.fragments(i, weights.words(i), a);
 #pragma unroll
                 for (int g = 0; g < G; ++g) {
+                    // Parts 4 h to 4 h + 3 of each row of a panel are the B fragments of mma 2 h and 2 h + 1.
                     uint32_t b[2][4];
-                    load_parts(b[0], x[g] + i * Shape::kPanelBytes);
-                    load_parts(b[1], (x[g] ^ 64) + i * Shape::kPanelBytes);
+                    load_matrices(b[0], x[g] + i * Shape::kPanelBytes);
+                    load_matrices(b[1], (x[g] ^ 64) + i * Shape::kPanelBytes);
 #pragma unroll
                     for (int j = 0; j < 4; ++j) mma(d[g], a[j], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
                 }

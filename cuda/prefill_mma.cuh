@@ -31,10 +31,7 @@ __device__ __forceinline__ void multiply_panel(float (&d)[AnyCard::kMost / 8][4]
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             uint32_t b[4];
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                         : "r"(row + ((2 * j + lane / 8 % 2) ^ lane % 8) * 16)
-                         : "memory");
+            load_matrices(b, row + ((2 * j + lane / 8 % 2) ^ lane % 8) * 16);
             mma(d[c], a[j], b[0], b[1]);
             mma(d[c + 1], a[j], b[2], b[3]);
         }

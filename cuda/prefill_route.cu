@@ -229,12 +229,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
         before += __popc(masks[b] & (lower >= kMaskRows ? ~0u : (1u << max(lower, 0)) - 1));
     }
     const uint32_t eights = (rows + 7) / 8;
-    uint32_t up_to = eights;
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-        const uint32_t lower = __shfl_up_sync(~0u, up_to, i);
-        if (lane >= i) up_to += lower;
-    }
+    uint32_t up_to = running_sum(eights, lane);
     if (lane == 31) sums[warp] = up_to;
     __syncthreads();
 #pragma unroll

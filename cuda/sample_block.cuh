@@ -93,12 +93,7 @@ __device__ __forceinline__ uint64_t warp_add_sums(uint64_t x) {
 
 // In which lane the running sum of `x` exceeds `r`, which is below the sum of all; `r` less what stands before it.
 __device__ __forceinline__ uint32_t pick(uint32_t lane, uint64_t x, uint64_t& r) {
-    uint64_t sum = x;
-#pragma unroll
-    for (uint32_t offset = 1; offset < 32; offset *= 2) {
-        const uint64_t lower = __shfl_up_sync(kAll, sum, offset);
-        if (lane >= offset) sum += lower;
-    }
+    const uint64_t sum = running_sum(x, lane);
     const uint32_t found = __ffs(__ballot_sync(kAll, sum > r)) - 1;
     r -= __shfl_sync(kAll, sum - x, found);
     return found;

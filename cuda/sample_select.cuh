@@ -190,11 +190,7 @@ __device__ bool find_bin(Block& b, const Slice& slice, const Goal& goal, const B
         for (uint32_t r = 0; r < kClusterBlocks; ++r) sum += s.mass[r][t];
     }
     const uint64_t own = sum;
-#pragma unroll
-    for (uint32_t offset = 1; offset < 32; offset *= 2) {
-        const uint64_t lower = __shfl_up_sync(kAll, sum, offset);
-        if (b.lane >= offset) sum += lower;
-    }
+    sum = running_sum(own, b.lane);
     if (b.lane == 31) s.warps[b.warp] = sum;
     __syncthreads();
     uint64_t total = 0;
