@@ -14,7 +14,7 @@ use flint_rs::{
     plan::Path,
     sampling::SamplingParams,
 };
-use gpu_support::{bits, load, models, synthetic};
+use gpu_support::{KL_BETWEEN_RUNS, bits, load, models, synthetic};
 
 /// Sequences of the largest step here.
 const MANY: usize = 40;
@@ -22,9 +22,6 @@ const MANY: usize = 40;
 const FEW: usize = 12;
 /// Steps that a test compares.
 const STEPS: usize = 6;
-
-/// As in `gpu_prefill_model.rs`: two runs in BF16 that add in other orders.
-const KL_BETWEEN_RUNS: f64 = 3.6e-3;
 
 /// Lengths around the borders of blocks and of the window, the first ones being the most different.
 fn prompts(random: &mut Random, vocab: usize) -> Vec<Vec<u32>> {
