@@ -275,9 +275,9 @@ __device__ Choice choose(Block& b, const DecodeSampleArgs& args, const Slice& ra
     tell(b, warp_max(best.work), warp_max(best.raw));
     if (clerk) {
         fetch_wait();
-        s.random = random_bits(s.row.seed, s.row.output);
+        s.random = random_bits(s.row.seed, s.counts.output);
         s.position = position;
-        s.record = args.ring + uint64_t(s.row.records % args.ring_lines) * args.ring_rows + blockIdx.y;
+        s.record = args.ring + uint64_t(s.counts.records % args.ring_lines) * args.ring_rows + blockIdx.y;
     }
     listen(b);
     const Key max = told_max(b, 0), raw_max = told_max(b, 1);
@@ -321,7 +321,7 @@ extern "C" __global__ void FLINT_CLUSTER(8) __launch_bounds__(kThreads, 2)
     Block b{s, blockIdx.x, threadIdx.x % 32, threadIdx.x / 32, 0};
     SampleRow& row = args.rows[n_row];
     if (threadIdx.x < 2) s.box[threadIdx.x].init();
-    // Only its last fields are written by kernels.
+    // Its counts are written by kernels, and come behind the wait.
     if (threadIdx.x < sizeof(row) / 4) {
         reinterpret_cast<uint32_t*>(&s.row)[threadIdx.x] =
             __ldcg(reinterpret_cast<const uint32_t*>(&row) + threadIdx.x);
@@ -332,7 +332,7 @@ extern "C" __global__ void FLINT_CLUSTER(8) __launch_bounds__(kThreads, 2)
     cluster_wait();
     pdl_wait();
     pdl_launch();
-    if (threadIdx.x == kThreads - 1) fetch(&s.row.flags, &row.flags);
+    if (threadIdx.x == kThreads - 1) fetch(&s.counts.flags, &row.flags);
     const uint32_t each = (args.vocab + kClusterBlocks - 1) / kClusterBlocks;
     const uint32_t first = min(b.rank * each, args.vocab);
     const float* logits = args.logits + uint64_t(n_row) * args.logits_stride;
@@ -344,7 +344,7 @@ extern "C" __global__ void FLINT_CLUSTER(8) __launch_bounds__(kThreads, 2)
     const bool reports = status == kSampled && s.row.flags & kSampleLogprobs;
     if (reports) logprobs(b, raw, logits, token, raw_max, record);
     if (b.rank == 0 && threadIdx.x == 0) {
-        record->sequence = s.row.records + 1;
+        record->sequence = s.counts.records + 1;
         record->status = status;
         record->token = status == kSampled || status == kSampleBadLogit ? token : 0;
         if (!reports) {
@@ -352,11 +352,11 @@ extern "C" __global__ void FLINT_CLUSTER(8) __launch_bounds__(kThreads, 2)
             record->rank = 0;
             record->n_top = 0;
         }
-        row.records = s.row.records + 1;
+        row.records = s.counts.records + 1;
         if (status == kSampled) {
             args.tokens[n_row] = token;
             args.positions[n_row] = s.position + 1;
-            row.output = s.row.output + 1;
+            row.output = s.counts.output + 1;
             if (s.row.flags & kSamplePenalised) {
                 uint32_t* seen = args.seen + uint64_t(n_row) * args.vocab + token;
                 *seen = max(__ldcg(seen), 1u) + 1;

@@ -24,10 +24,18 @@ struct alignas(16) Told {
     uint64_t word[4];
 };
 
+// The last four fields of a row, of which kernels write `output` and `records`.
+struct Counts {
+    uint32_t flags, top_n, output, records;
+};
+static_assert(offsetof(SampleRow, flags) + sizeof(Counts) == sizeof(SampleRow) &&
+              offsetof(SampleRow, output) - offsetof(SampleRow, flags) == offsetof(Counts, output));
+
 struct Shared {
     ClusterBox box[2];
     Told board[2][kClusterWarps];  // by all warps, in this meeting and the last
-    alignas(16) SampleRow row;
+    alignas(16) SampleRow row;     // what requests write of it: the counts may be old
+    alignas(16) Counts counts;     // as the kernels before left them
     SampleRecord* record;
     uint32_t position;
     uint64_t random;

@@ -21,7 +21,7 @@ use flint_rs::{
     kv::{BLOCK_POSITIONS, PoolLayout},
 };
 use half::bf16;
-use kernel_support::{Gpu, POISON, output};
+use kernel_support::{Gpu, POISON, key_bound, output};
 use rayon::prelude::*;
 
 const HEAD_DIM: usize = 128;
@@ -253,7 +253,7 @@ impl Case {
         attention(&q, position, cache, sinks, self.shape.window, Precision::Float32, &cancel).unwrap()
     }
 
-    /// The new keys (within a step of BF16) and values (exactly) are in the pool, and nothing else has changed.
+    /// The new keys (within [`key_bound`]) and values (exactly) are in the pool, and nothing else has changed.
     fn check_pool(&self, what: &str, pool: &Buffer) {
         let found = pool.download().unwrap();
         let mut expected = self.pool.clone();
@@ -263,19 +263,22 @@ impl Case {
             return;
         }
         let layout = self.shape.layout();
-        for (i, (found, expected)) in found.as_chunks::<2>().0.iter().zip(expected.as_chunks::<2>().0).enumerate() {
-            if found == expected {
+        let (found, expected) = (found.as_chunks::<2>().0, expected.as_chunks::<2>().0);
+        for (i, (found, key)) in found.iter().zip(expected).enumerate() {
+            if found == key {
                 continue;
             }
             let value = i % layout.block_values();
             let in_layer = value.checked_sub((LAYERS - 1) * layout.layer_values());
             let is_k = in_layer.is_some_and(|at| at < layout.layer_values() / 2);
-            let (found, expected) = (bf16::from_le_bytes(*found).to_f32(), bf16::from_le_bytes(*expected).to_f32());
-            // A rotated value is a difference of two that may each be a step aside.
-            let close = (found - expected).abs() <= kernel_support::bf16_step(expected.abs().max(1.0) * 4.0);
+            // In a key, halves of a head are rotated with each other.
+            let d = i % HEAD_DIM;
+            let partner = expected[i - d + (d + HEAD_DIM / 2) % HEAD_DIM];
+            let [found, key, partner] = [*found, *key, partner].map(|value| bf16::from_le_bytes(value).to_f32());
+            let bound = key_bound(key, self.shape.rope.then_some(partner));
             assert!(
-                is_k && close,
-                "{what}: value {value} of block {} is {found} for {expected}",
+                is_k && (found - key).abs() <= bound,
+                "{what}: value {value} of block {} is {found} for {key} within {bound}",
                 i / layout.block_values()
             );
         }

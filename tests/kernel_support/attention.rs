@@ -21,7 +21,7 @@ use flint_rs::{
 use half::bf16;
 use rayon::prelude::*;
 
-use super::{Gpu, output, to_bf16s};
+use super::{Gpu, key_bound, output, to_bf16s};
 use crate::cpu_support::{Random, configs};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -474,7 +474,7 @@ impl Step {
         output(&attn, attn_bytes)
     }
 
-    /// The new keys (within a step of BF16) and values (exactly) are in the cache, and nothing else has changed.
+    /// The new keys (within [`key_bound`]) and values (exactly) are in the cache, and nothing else has changed.
     fn check_pool(
         &self,
         what: &str,
@@ -494,12 +494,14 @@ impl Step {
             let block = tables[row * self.table_stride + sequence.position / BLOCK_POSITIONS] as usize;
             let layer = block * self.layout.block_bytes() + 2 * (LAYERS - 1) * self.layout.layer_values();
             let new_v = &self.qkv[row * row_len + (n_heads + n_kv_heads) * head_dim..];
-            for (i, (&new_k, new_v)) in new_k[row].iter().zip(new_v).enumerate() {
+            for (i, (&key, new_v)) in new_k[row].iter().zip(new_v).enumerate() {
                 let (g, d) = (i / head_dim, i % head_dim);
+                let partner = new_k[row][g * head_dim + (d + head_dim / 2) % head_dim];
+                let bound = key_bound(key, self.shape.rope.then_some(partner));
                 let (k, v) = value_offsets(self.layout, g, sequence.position % BLOCK_POSITIONS, d);
                 let (k, v) = (layer + k, layer + v);
                 let found = to_bf16s(&after[k..k + 2])[0];
-                assert!((found - new_k).abs() <= super::bf16_step(new_k), "{what}: k {found} for {new_k}");
+                assert!((found - key).abs() <= bound, "{what}: k {found} for {key} within {bound}");
                 assert_eq!(after[v..v + 2], bf16::from_f32(*new_v).to_le_bytes(), "{what}: v {new_v}");
                 for at in [k, v] {
                     after[at..at + 2].copy_from_slice(&before[at..at + 2]);

@@ -93,6 +93,12 @@ pub fn bf16_step(x: f32) -> f32 {
     x.abs() / 128.0
 }
 
+/// How far a key may be from the reference's `key`, whose other half of the rotation is `partner`, if it was rotated: both were
+/// rounded after the norm, where either may be a step aside, and a rotation brings that step to the smaller of the two as well.
+pub fn key_bound(key: f32, partner: Option<f32>) -> f32 {
+    partner.map_or(bf16_step(key), |partner| 2.0 * bf16_step(key.hypot(partner)))
+}
+
 /// Every value of `found` is within `bound(i)` of `expected`; NaN never is.
 pub fn assert_close(what: &str, found: &[f32], expected: &[f32], bound: impl Fn(usize) -> f32) {
     assert_eq!(found.len(), expected.len(), "{what}");
