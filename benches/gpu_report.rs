@@ -3,7 +3,8 @@
 //! `gpu_report --synthetic nvfp4|bf16 --date 2026-01-31 [--layers 49] [--vocab 150144] [--contexts 1024,102400]
 //! [--batches 1,8,64,256] [--out FILE]`; keys and values of the cache are random, prompts are not run.
 //!
-//! With `--prefill 512,8192 [--chunk 8192]` whole prompts instead, in columns of their own.
+//! With `--prefill 512,8192 [--chunk 8192]` whole prompts instead, in columns of their own; with `--load FOLDER` how long a
+//! file of that size takes from the page cache to the GPU.
 
 #[cfg(feature = "cuda")]
 fn main() {
@@ -14,6 +15,10 @@ fn main() {
 fn main() {
     println!("built without the feature cuda");
 }
+
+#[cfg(feature = "cuda")]
+#[path = "gpu_report/load.rs"]
+mod load;
 
 #[cfg(feature = "cuda")]
 #[path = "gpu_report/prefill.rs"]
@@ -40,7 +45,7 @@ mod report {
         sampling::SamplingParams,
     };
 
-    use super::prefill;
+    use super::{load, prefill};
 
     /// Replays that are timed together, at most and for how long about, and how often.
     const REPLAYS: usize = 20;
@@ -74,6 +79,7 @@ mod report {
         batches: Vec<usize>,
         prompts: Vec<usize>,
         chunk: usize,
+        load_from: Option<String>,
         out: Box<dyn Write>,
     }
 
@@ -103,6 +109,7 @@ mod report {
             batches: list(take("--batches").unwrap_or("1,2,4,8"))?,
             prompts: take("--prefill").map_or(Ok(Vec::new()), list)?,
             chunk: take("--chunk").map_or(Ok(CHUNK_TOKENS), str::parse)?,
+            load_from: take("--load").map(str::to_owned),
             out: match take("--out") {
                 Some(path) => Box::new(File::create(path)?),
                 None => Box::new(stdout()),
@@ -147,7 +154,7 @@ mod report {
     }
 
     fn run() -> Result<()> {
-        let Arguments { dtype, date, config, contexts, batches, prompts, chunk, out } = arguments()?;
+        let Arguments { dtype, date, config, contexts, batches, prompts, chunk, load_from, mut out } = arguments()?;
         let most = |values: &[usize]| values.iter().copied().max().ok_or("an empty list");
         let (sequences, context) =
             if prompts.is_empty() { (most(&batches)?, most(&contexts)? + ROOM) } else { (1, most(&prompts)?) };
@@ -157,6 +164,9 @@ mod report {
             vocab_tokens: config.vocab_size,
             chunk_tokens: chunk,
         };
+        if let Some(folder) = load_from {
+            return load::measure(&mut out, &date, &config, dtype, limits, &folder);
+        }
         let start = Instant::now();
         let source = Source::Synthetic { config: &config, seed: 1, dtype };
         let mut model = GpuModel::load(source, limits, RunOptions::default(), &mut |_, _| {}, &Cancel::default())?;

@@ -73,10 +73,10 @@ pub fn convert(
     let config = FlintConfig::from_checkpoint(&checkpoint)?;
     let metadata = metadata(&checkpoint, &config, options.weight_type)?;
     let items = weights::resolve(&checkpoint, &config)?;
-    let mut tensors = Vec::new();
     for (spec, item) in &items {
-        plan(spec, item, options.weight_type, &mut tensors)?;
+        check_blocks(spec, item, options.weight_type)?;
     }
+    let tensors = tensors(&config, options.weight_type);
 
     let pool = threads::pool(None)?;
     let folder = folder_of(dst);
@@ -211,35 +211,40 @@ fn dtype_of(spec: &Spec, to: WeightType) -> DType {
     }
 }
 
-/// Appends what `spec` becomes in the file.
-fn plan(spec: &Spec, item: &Item, to: WeightType, tensors: &mut Vec<TensorInfo>) -> Result<()> {
-    let mut add = |name: &str, dtype, shape: &[usize]| {
-        tensors.push(TensorInfo { name: name.to_owned(), dtype, shape: shape.to_vec() });
-    };
-    let (n, rows, cols) = match spec.shape {
-        Shape::Vector(len) => {
-            add(&spec.gguf, DType::F32, &[len]);
-            return Ok(());
-        }
-        Shape::Matrix(rows, cols) | Shape::Router(rows, cols) => (1, rows, cols),
-        Shape::Experts(n, rows, cols) => (n, rows, cols),
-    };
-    let dtype = dtype_of(spec, to);
-    match spec.shape {
-        Shape::Experts(..) => add(&spec.gguf, dtype, &[n, rows, cols]),
-        _ => add(&spec.gguf, dtype, &[rows, cols]),
-    }
-    if dtype == DType::Nvfp4 {
-        add(&spec.gguf.replace(".weight", ".scale"), DType::F32, &[n]);
-        if let (Item::Matrices(sources), false) = (item, cols.is_multiple_of(BLOCK_LEN)) {
-            let (source, expected) = (&sources[0], format!("rows in multiples of {BLOCK_LEN} values for NVFP4"));
-            return Err(Error::format(&source.file, &source.tensor, expected, format!("rows of {cols}")));
-        }
-    }
-    Ok(())
+/// The tensors of a GGUF of these dimensions, in the order in which [`convert`] writes them.
+pub fn tensors(config: &FlintConfig, to: WeightType) -> Vec<TensorInfo> {
+    weights::list(config).iter().flat_map(|spec| tensors_of(spec, to)).collect()
 }
 
-/// Writes the tensors that [`plan`] announced for `spec`.
+/// What `spec` becomes in the file.
+fn tensors_of(spec: &Spec, to: WeightType) -> Vec<TensorInfo> {
+    let info = |name: &str, dtype, shape: &[usize]| TensorInfo { name: name.to_owned(), dtype, shape: shape.to_vec() };
+    let dtype = dtype_of(spec, to);
+    let (n, matrices) = match spec.shape {
+        Shape::Vector(len) => return vec![info(&spec.gguf, DType::F32, &[len])],
+        Shape::Matrix(rows, cols) | Shape::Router(rows, cols) => (1, info(&spec.gguf, dtype, &[rows, cols])),
+        Shape::Experts(n, rows, cols) => (n, info(&spec.gguf, dtype, &[n, rows, cols])),
+    };
+    let scale = (dtype == DType::Nvfp4).then(|| info(&spec.gguf.replace(".weight", ".scale"), DType::F32, &[n]));
+    [matrices].into_iter().chain(scale).collect()
+}
+
+/// Rows of NVFP4 are whole blocks.
+fn check_blocks(spec: &Spec, item: &Item, to: WeightType) -> Result<()> {
+    let cols = match spec.shape {
+        Shape::Vector(_) => return Ok(()),
+        Shape::Matrix(_, cols) | Shape::Router(_, cols) | Shape::Experts(_, _, cols) => cols,
+    };
+    match item {
+        Item::Matrices(sources) if dtype_of(spec, to) == DType::Nvfp4 && !cols.is_multiple_of(BLOCK_LEN) => {
+            let (source, expected) = (&sources[0], format!("rows in multiples of {BLOCK_LEN} values for NVFP4"));
+            Err(Error::format(&source.file, &source.tensor, expected, format!("rows of {cols}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Writes the tensors that [`tensors_of`] announced for `spec`.
 fn write_item(
     out: &mut Output,
     spec: &Spec,

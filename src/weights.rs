@@ -20,7 +20,7 @@ pub use self::{
     matrix::{Matrix, MatrixData},
 };
 pub(crate) use self::{
-    list::{Shape, Spec},
+    list::{Shape, Spec, list},
     matrix::decode,
     source::Source,
     synthetic::{Recipe, recipes},

@@ -9,7 +9,7 @@ use std::{
 use super::{DType, gguf::Value};
 
 /// Tensors start at multiples of this; the format's default.
-const ALIGNMENT: u64 = 32;
+pub const ALIGNMENT: u64 = 32;
 
 /// A tensor that will be written.
 #[derive(Clone, Debug, PartialEq)]
