@@ -12,6 +12,8 @@ use std::{
 /// 8.0, made for a card of 9.0, which is then taken for one of 8.0: so the ways of older cards are tested on a newer one.
 const TARGETS: &str = "80 90a 100f 120f";
 const TARGETS_VARIABLE: &str = "FLINT_RS_CUDA_TARGETS";
+/// When set, kernels are built for compute-sanitizer's racecheck: see cuda/barrier.cuh.
+const RACECHECK_VARIABLE: &str = "FLINT_RS_RACECHECK";
 
 /// Prints the folder of the nvcc that the wheels `nvidia-cuda-nvcc` and companions install, or nothing.
 const FIND_WHEEL: &str = "import importlib.util as u, pathlib as p; s = u.find_spec('nvidia'); \
@@ -71,6 +73,9 @@ fn compile(nvcc: &Path, source: &Path, out_dir: &Path) -> Result<(), String> {
     command.args(["-fatbin", "-std=c++17", "-O3", "-lineinfo", "-compress-mode=size"]).arg(source);
     // A spill costs more than any tuning gains and shows up nowhere else, so it is an error.
     command.arg("-Xptxas=-warn-spills,-warn-lmem-usage,-Werror");
+    if env::var_os(RACECHECK_VARIABLE).is_some() {
+        command.arg("-DFLINT_RS_RACECHECK");
+    }
     let targets = env::var(TARGETS_VARIABLE).unwrap_or_else(|_| TARGETS.into());
     for target in targets.split_whitespace() {
         let (written_for, card) = target.split_once('/').unwrap_or((target, target));
@@ -136,7 +141,7 @@ fn is_current(fatbin: &Path, depfile: &Path) -> bool {
 
 /// An explicit variable, `CUDA_HOME`, `PATH`, then the wheels in the building interpreter.
 fn find_nvcc() -> Result<PathBuf, String> {
-    for variable in ["FLINT_RS_NVCC", "CUDA_HOME", "PATH", "PYO3_PYTHON", TARGETS_VARIABLE] {
+    for variable in ["FLINT_RS_NVCC", "CUDA_HOME", "PATH", "PYO3_PYTHON", TARGETS_VARIABLE, RACECHECK_VARIABLE] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     // A variable that points nowhere is an error: falling through would build with another compiler than the one asked for.

@@ -5,6 +5,22 @@
 
 #include "bulk.cuh"
 
+// How many lanes of a warp arrive for it. racecheck follows every thread by itself, and does not see that __syncwarp()
+// orders what the others did before where lanes have parted on their way there; built for it, all of them arrive.
+#ifdef FLINT_RS_RACECHECK
+constexpr uint32_t kWarpArrivals = 32;
+#else
+constexpr uint32_t kWarpArrivals = 1;
+#endif
+
+// What all lanes of a warp did before stands before what comes behind the wait.
+__device__ __forceinline__ void warp_arrive(uint32_t barrier, int lane) {
+    __syncwarp();
+    if (lane < int(kWarpArrivals)) {
+        asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(barrier) : "memory");
+    }
+}
+
 struct Barrier {
     uint64_t word;
 
@@ -14,15 +30,10 @@ struct Barrier {
     __device__ __forceinline__ void init(uint32_t arrivals) {
         asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
     }
+    __device__ __forceinline__ void init_warps(uint32_t warps) { init(warps * kWarpArrivals); }
 
-    // One arrival for all lanes of a warp: what they wrote before is seen by who waits.
-    __device__ __forceinline__ void arrive(int lane) {
-        __syncwarp();
-        if (lane == 0) {
-            asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(address())
-                         : "memory");
-        }
-    }
+    // By all lanes of a warp.
+    __device__ __forceinline__ void arrive(int lane) { warp_arrive(address(), lane); }
 
     // Until phase number `phase` is over. It cannot be told from the next but one: that has to be impossible.
     __device__ __forceinline__ void wait(uint32_t phase) const {

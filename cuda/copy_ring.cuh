@@ -23,7 +23,7 @@ struct CopyRing {
 #endif
         for (int i = 0; i < kSlots; ++i) {
             full[i].init(kArrivals);
-            empty[i].init(readers);
+            empty[i].init_warps(readers);
         }
 #if __CUDA_ARCH__ >= 900
         barrier_init_fence();

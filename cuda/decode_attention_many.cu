@@ -257,11 +257,13 @@ __device__ __forceinline__ void tell(const Shared& shared, const DecodeAttention
                                      int teller, int lane) {
     Item item;
     for (uint32_t told = 0; items.get(blockIdx.x + told * gridDim.x, lane, item);) {
-        uint32_t left;
-        asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
-                     : "=r"(left)
-                     : "r"(shared_address(&shared.left[lane % kHelpers]))
-                     : "memory");
+        uint32_t left = ~0u;
+        if (lane < kHelpers) {
+            asm volatile("atom.acquire.cta.shared.add.u32 %0, [%1], 0;"
+                         : "=r"(left)
+                         : "r"(shared_address(&shared.left[lane]))
+                         : "memory");
+        }
         left = min(__reduce_min_sync(~0u, left) - told, 32u);
         if (left == 0) {
             __nanosleep(200);
@@ -336,8 +338,7 @@ __device__ __forceinline__ void help(Shared& shared, const DecodeAttentionArgs& 
             if (!kWindow) {
                 __syncwarp();
                 if (lane == 0) {
-                    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&shared.left[helper])),
-                                 "r"(n)
+                    asm volatile("red.release.cta.shared.add.u32 [%0], 1;" ::"r"(shared_address(&shared.left[helper]))
                                  : "memory");
                 }
             }
@@ -401,8 +402,8 @@ __device__ __forceinline__ void run(const DecodeAttentionArgs& args) {
     const Items<kWindow> items{args, positions, ends};
     if (threadIdx.x == 32) {
         for (int i = 0; i < 2; ++i) {
-            shared.prepared[i].init(kHelpers);
-            shared.multiplied[i].init(kWarps);
+            shared.prepared[i].init_warps(kHelpers);
+            shared.multiplied[i].init_warps(kWarps);
         }
         for (int i = 0; i < kHelpers; ++i) shared.left[i] = 0;
         shared.ring.init(2);

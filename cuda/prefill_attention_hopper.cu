@@ -26,6 +26,7 @@
 #include <cuda_bf16.h>
 
 #include "args_prefill_attention.h"
+#include "barrier.cuh"
 #include "bulk.cuh"
 #include "common.cuh"
 #include "fragment.cuh"
@@ -77,12 +78,6 @@ struct Place {
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(~0u, x, 0); }
 __device__ __forceinline__ PrefillTile uniform(const PrefillTile& tile) {
     return {uniform(tile.row), uniform(tile.rows), uniform(tile.position), uniform(tile.table_row)};
-}
-
-// One arrival for the warp, when all its lanes are here.
-__device__ __forceinline__ void warp_arrive(const uint64_t& barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&barrier));
 }
 
 __device__ __forceinline__ void copy_16(uint32_t to, const __nv_bfloat16* from) {
@@ -216,7 +211,7 @@ __device__ __forceinline__ void produce(const PrefillAttentionArgs& args, uint32
         barrier_wait(shared_address(&control->item_full[place.index]), place.phase);
         const PrefillTile tile = uniform(control->tile[place.index]);
         const uint32_t kv_head = uniform(control->kv_head[place.index]);
-        warp_arrive(control->item_empty[place.index]);
+        warp_arrive(shared_address(&control->item_empty[place.index]), threadIdx.x % 32);
         place.advance();
         if (kv_head == kNoItem) break;
         if (thread == 0) {
@@ -265,7 +260,7 @@ __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32
         return describe(slots + next.index * kSlotBytes);
     };
     // The slot that `index` was; the warp's products with it are done.
-    auto release = [&](uint32_t index) { warp_arrive(control->empty[index]); };
+    auto release = [&](uint32_t index) { warp_arrive(shared_address(&control->empty[index]), lane); };
 
     uint32_t q[8][4];
     float s[64], o[64];
@@ -281,7 +276,7 @@ __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32
         barrier_wait(shared_address(&control->item_full[place.index]), place.phase);
         const PrefillTile tile = uniform(control->tile[place.index]);
         const uint32_t kv_head = uniform(control->kv_head[place.index]);
-        warp_arrive(control->item_empty[place.index]);
+        warp_arrive(shared_address(&control->item_empty[place.index]), threadIdx.x % 32);
         place.advance();
         if (kv_head == kNoItem) break;
 
@@ -356,11 +351,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSlots; ++i) {
             barrier_init(shared_address(&control->full[i]), kProducerThreads);
-            barrier_init(shared_address(&control->empty[i]), kConsumerWarps);
+            barrier_init(shared_address(&control->empty[i]), kConsumerWarps * kWarpArrivals);
         }
         for (int i = 0; i < kItems; ++i) {
             barrier_init(shared_address(&control->item_full[i]), 1);
-            barrier_init(shared_address(&control->item_empty[i]), kConsumerWarps + kProducerWarps);
+            barrier_init(shared_address(&control->item_empty[i]), (kConsumerWarps + kProducerWarps) * kWarpArrivals);
         }
     }
     __syncthreads();

@@ -5,6 +5,7 @@
 // before the kernels in front have ended.
 #pragma once
 
+#include "barrier.cuh"
 #include "prefill_wgmma.cuh"
 
 // The geometry of a kernel for up to kMost columns, which src/kernels/prefill.rs repeats. kSplit blocks share the 8
@@ -142,7 +143,7 @@ __device__ __forceinline__ void multiply_pieces(float (&d)[W / 2], Ring<Shape>& 
             wgmma_wait<1>();
         }
         wgmma_wait<0>();
-        if (lane == 0) barrier_arrive(ring.empty(stage), 0);
+        warp_arrive(ring.empty(stage), lane);
         ring.advance();
     }
 }
@@ -178,7 +179,7 @@ __device__ __forceinline__ void prefill_narrow(const typename Work::Args& args) 
     if (threadIdx.x == 0) {
         for (int i = 0; i < Shape::kStages; ++i) {
             barrier_init(ring.full(i), 1);
-            barrier_init(ring.empty(i), Shape::kStrips);
+            barrier_init(ring.empty(i), Shape::kStrips * kWarpArrivals);
         }
         barrier_init_fence();
     }

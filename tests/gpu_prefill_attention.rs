@@ -9,7 +9,7 @@ mod kernel_support;
 
 use std::ops::Range;
 
-use cpu_support::{Random, configs};
+use cpu_support::{Random, affordable, configs};
 use flint_rs::{
     cancel::Cancel,
     cpu::{
@@ -358,12 +358,20 @@ fn kernels(gpu: &Gpu) -> Vec<PrefillAttention> {
     if own == PrefillAttention::Any { vec![own] } else { vec![PrefillAttention::Any, own] }
 }
 
+/// By blocks that new tokens see, and tokens.
+fn is_affordable(new: &[Range<usize>]) -> bool {
+    affordable(new.iter().map(|new| new.end / BLOCK_POSITIONS + new.len() / 4).sum())
+}
+
 /// New tokens at `new` of one sequence each, packed: against the reference, and with PDL against without.
 ///
 /// The bound is that of `kernel_support/attention.rs`: probabilities and results rounded to BF16, sums in another order, q or
 /// k a step aside; in norm, 2^-7 of the result of a head holds all of it.
 fn check(gpu: &Gpu, random: &mut Random, shape: Shape, new: &[Range<usize>]) {
     const BOUND: f64 = 1.0 / 128.0;
+    if !is_affordable(new) {
+        return;
+    }
     let case = Case::random(random, shape, new);
     let all: Vec<_> = new.iter().cloned().enumerate().collect();
     let rows: Vec<(usize, usize)> = all.iter().flat_map(|(row, p)| p.clone().map(|p| (*row, p))).collect();
@@ -403,6 +411,9 @@ fn check(gpu: &Gpu, random: &mut Random, shape: Shape, new: &[Range<usize>]) {
 
 /// The new tokens of one sequence in one chunk against the same in chunks that end at `cuts`, and beside other sequences.
 fn check_chunks(gpu: &Gpu, random: &mut Random, shape: Shape, new: Range<usize>, cuts: &[&[usize]]) {
+    if !is_affordable(&[new.clone()]) {
+        return;
+    }
     let case = Case::random(random, shape, &[new.clone(), 100..117, 3..40]);
     for kernel in kernels(gpu) {
         let what = format!("{kernel:?} {shape:?} {new:?}");

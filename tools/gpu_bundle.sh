@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Builds the GPU tests, the GPU bench and the wheel, stripped, with tools/gpu_check.sh into dist/gpu: a folder that runs on a
-# machine with a GPU, a driver and a C library of this age or newer, and no Rust. FLINT_RS_CUDA_TARGETS may name the card's target
-# alone.
+# Builds the GPU tests, the GPU bench and the wheel, stripped, with tools/gpu_check.sh and tools/gpu_sanitize.sh into dist/gpu:
+# a folder that runs on a machine with a GPU, a driver and a C library of this age or newer, and no Rust. FLINT_RS_CUDA_TARGETS
+# may name the card's target alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,7 +24,7 @@ done
 python=.build/venv/bin/python
 "${python%/*}/maturin" build --release --locked --out "$out" --interpreter "$python"
 
-cp tools/gpu_check.sh tests/python/test_gpu.py benches/gpu_python.py "$out/"
+cp tools/gpu_check.sh tools/gpu_sanitize.sh tests/python/test_gpu.py benches/gpu_python.py "$out/"
 mkdir -p "$out/python/flint_rs"
 cp -r python/flint_rs/models "$out/python/flint_rs/"
 git rev-parse HEAD > "$out/commit"

@@ -2,18 +2,18 @@
 # Runs what tools/gpu_bundle.sh built, beside this script, on a machine with a GPU and no Rust: installs the wheel into a folder
 # of its own, runs every GPU test of Rust and of Python (which needs pytest, NumPy and torch there), then the benches for both
 # formats. Writes logs, and CSV rows where all went well, into the folder given; more arguments go to the Rust bench, such as
-# --contexts 1024 --batches 1,8. In front, --tests or --bench runs one part alone, and --sanitize the kernel tests under
-# compute-sanitizer instead. Tests that were skipped are counted, each with its reason. Exit status: 0 when everything passed.
+# --contexts 1024 --batches 1,8. In front, --tests or --bench runs one part alone. Tests that were skipped are counted, each
+# with its reason. Exit status: 0 when everything passed.
 set -uo pipefail
 
 usage() {
-    echo "usage: gpu_check.sh [--tests | --bench | --sanitize] OUT_FOLDER [BENCH OPTIONS]" >&2
+    echo "usage: gpu_check.sh [--tests | --bench] OUT_FOLDER [BENCH OPTIONS]" >&2
     exit 2
 }
 
 part=all
 case "${1:-}" in
-    --tests | --bench | --sanitize) part=${1#--}; shift ;;
+    --tests | --bench) part=${1#--}; shift ;;
 esac
 [[ $# -ge 1 && "$1" != -* ]] || usage
 out=$1
@@ -45,32 +45,10 @@ run() { # NAME COMMAND...: its output goes to the log of that name, and the resu
     done < <(grep '^SKIPPED \[' "$out/$name.log")
 }
 
-rust_tests() { # the test binaries
-    find "$here" -maxdepth 1 -name 'gpu_*' -type f -executable ! -name '*.*' ! -name gpu_report | sort
-}
-
 {
     cat "$here/commit"
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
 } | tee "$out/machine.txt"
-
-if [[ $part == sanitize ]]; then
-    # Whole models take hours under it, and their kernels are those of the other tests. One process a core: they leave the GPU
-    # idle most of the time.
-    checks=()
-    for tool in memcheck racecheck initcheck; do
-        for test in $(rust_tests | grep -vE '/gpu_(batch|load|model|prefill_model|recall)$'); do
-            while (($(jobs -rp | wc -l) >= $(nproc))); do wait -n || true; done
-            (
-                run "${tool}_$(basename "$test")" compute-sanitizer --tool "$tool" --error-exitcode 1 "$test" --ignored --test-threads=1
-                exit "$failed"
-            ) &
-            checks+=($!)
-        done
-    done
-    for check in "${checks[@]}"; do wait "$check" || failed=1; done
-    exit "$failed"
-fi
 
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
@@ -78,7 +56,7 @@ run install python3 -m pip install --no-index --no-deps --target "$site" "$here"
 export PYTHONPATH=$site
 
 if [[ $part != bench ]]; then
-    for test in $(rust_tests); do
+    for test in $(find "$here" -maxdepth 1 -name 'gpu_*' -type f -executable ! -name '*.*' ! -name gpu_report | sort); do
         run "$(basename "$test")" "$test" --ignored --test-threads=2
     done
     run python python3 -m pytest -rs -c /dev/null --rootdir "$here" --noconftest -p no:cacheprovider -o markers=gpu "$here/test_gpu.py"
@@ -92,6 +70,8 @@ if [[ $part != tests ]]; then
             --contexts 1024 --batches 16,32,64,128,256 --out "$out/batches_$format.csv"
         [[ $# -gt 0 ]] || run "prompts_$format" "$here/gpu_report" --synthetic "$format" --date "$(date -I)" \
             --prefill 512,2048,8192,32768,100000,262000 --out "$out/prompts_$format.csv"
+        [[ $# -gt 0 || $format == bf16 ]] || run load_nvfp4 "$here/gpu_report" --synthetic nvfp4 --date "$(date -I)" \
+            --contexts 1024 --batches 1 --load "${TMPDIR:-/tmp}" --out "$out/load_nvfp4.csv"
         run "python_$format" python3 "$here/gpu_python.py" --synthetic "$format" --out "$out/python.csv"
     done
 fi

@@ -10,6 +10,16 @@ use flint_rs::{
 };
 use half::{bf16, f16};
 
+/// Whether a case of this size is run: every one is, but with `FLINT_RS_SANITIZER` set only small ones, because
+/// compute-sanitizer takes a thousand times as long.
+pub fn affordable(size: usize) -> bool {
+    let affordable = size <= 300 || std::env::var_os("FLINT_RS_SANITIZER").is_none();
+    if !affordable {
+        println!("left out under a sanitizer: a case of size {size}");
+    }
+    affordable
+}
+
 /// `SplitMix64`.
 pub struct Random(u64);
 

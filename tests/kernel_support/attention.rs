@@ -22,7 +22,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::{Gpu, key_bound, output, to_bf16s};
-use crate::cpu_support::{Random, configs};
+use crate::cpu_support::{Random, affordable, configs};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Path {
@@ -129,6 +129,9 @@ struct Step {
 /// too few moves it by at least a percent. A head of a few dims averages over too few errors for that, and gets twice as much.
 pub fn check(gpu: &Gpu, random: &mut Random, path: Path, shape: Shape, positions: &[usize]) {
     let Shape { n_heads, n_kv_heads, head_dim, .. } = shape;
+    if !affordable(positions.iter().sum::<usize>() / BLOCK_POSITIONS) {
+        return;
+    }
     let bound = if head_dim < 16 { 2.0 } else { 1.0 } / 128.0;
     let config = FlintConfig { head_dim, rope_theta: 10_000.0, ..configs(false)[0].clone() };
     let rope = Rope::new(&config);

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Runs the kernel tests under compute-sanitizer (memcheck, racecheck, initcheck), beside this script as tools/gpu_bundle.sh
+# built them with FLINT_RS_RACECHECK=1. Each test is a process, one a core: they leave the GPU idle most of the time. Writes logs
+# into the folder given. COMPUTE_SANITIZER names the program; racecheck before 2026.3 (CUDA 13.4) takes barriers of Hopper for
+# races. Cases that would take minutes are left out, and counted; whole models too, as their kernels are those of the other
+# tests. Exit status: 0 when nothing was found.
+set -uo pipefail
+
+[[ $# -ge 1 && "$1" != -* ]] || { echo "usage: gpu_sanitize.sh OUT_FOLDER [memcheck|racecheck|initcheck ...]" >&2; exit 2; }
+mkdir -p "$1"
+out=$(cd "$1" && pwd)
+shift
+tools=("$@")
+[[ $# -gt 0 ]] || tools=(memcheck racecheck initcheck)
+cd "$(dirname "$0")"
+export FLINT_RS_SANITIZER=1
+program=${COMPUTE_SANITIZER:-compute-sanitizer}
+
+check() { # TOOL BINARY TEST
+    local log="$out/$1.$2.$3.log" start=$SECONDS status
+    "$program" --tool "$1" --error-exitcode 1 "./$2" --ignored --exact --test-threads=1 --nocapture "$3" > "$log" 2>&1
+    status=$?
+    local left_out
+    left_out=$(grep -c '^left out' "$log")
+    if [[ $status == 0 ]]; then
+        echo "ok      $1 $2 $3  $((SECONDS - start)) s, $left_out cases left out"
+    else
+        echo "FAILED  $1 $2 $3  $((SECONDS - start)) s, status $status: $(grep -h 'SUMMARY\|panicked' "$log" | paste -sd' ')"
+    fi
+    return "$status"
+}
+
+{
+    cat commit
+    "$program" --version | tail -n 1
+    nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+} | tee "$out/machine.txt"
+
+checks=()
+for tool in "${tools[@]}"; do
+    for binary in gpu_prefill gpu_attention gpu_prefill_attention gpu_decode gpu_sample gpu_general gpu_prefill_rows gpu_load; do
+        for test in $("./$binary" --list --ignored 2> /dev/null | sed -n 's/: test$//p'); do
+            # It measures time.
+            [[ $test == a_choice_takes_microseconds ]] && continue
+            while (($(jobs -rp | wc -l) >= $(nproc))); do wait -n || true; done
+            check "$tool" "$binary" "$test" &
+            checks+=($!)
+        done
+    done
+done
+failed=0
+for check in "${checks[@]}"; do wait "$check" || failed=1; done
+exit "$failed"
