@@ -65,6 +65,10 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) 
         : "memory");
 }
 
+// Between what threads did to shared memory, in the order that barriers gave it, and copies that write there, or
+// products that read it.
+__device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Copies to this block and completes on `barrier`; addresses and length are multiples of 16.
 __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),

@@ -37,6 +37,7 @@ struct CopyRing {
         empty[slot].wait(n / kSlots + 1);
 #if __CUDA_ARCH__ >= 900
         if (lane == 0) {
+            async_fence();
             barrier_expect(full[slot].address(), bytes);
             bulk_copy(to, from, bytes, full[slot].address());
         }

@@ -121,7 +121,7 @@ struct Producer {
     }
     // Every thread for its own copies.
     __device__ __forceinline__ void announce() {
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        async_fence();
         barrier_arrive(shared_address(&control->full[announced.index]));
         announced.advance();
         --unannounced;

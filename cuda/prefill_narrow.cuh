@@ -201,6 +201,7 @@ __device__ __forceinline__ void prefill_narrow(const typename Work::Args& args) 
                     --early;
                 } else {
                     barrier_wait(ring.empty(at.stage), at.parity ^ 1);
+                    async_fence();
                     fill.weights(at.stage, strip);
                 }
                 fill.x(at.stage);
