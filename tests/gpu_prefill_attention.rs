@@ -411,7 +411,7 @@ fn check(gpu: &Gpu, random: &mut Random, shape: Shape, new: &[Range<usize>]) {
 
 /// The new tokens of one sequence in one chunk against the same in chunks that end at `cuts`, and beside other sequences.
 fn check_chunks(gpu: &Gpu, random: &mut Random, shape: Shape, new: Range<usize>, cuts: &[&[usize]]) {
-    if !is_affordable(&[new.clone()]) {
+    if !is_affordable(std::slice::from_ref(&new)) {
         return;
     }
     let case = Case::random(random, shape, &[new.clone(), 100..117, 3..40]);
