@@ -5,7 +5,6 @@
 #include <cuda_fp16.h>
 
 #include "args_general.h"
-#include "math.cuh"
 #include "reference.cuh"
 
 // e4m3 without sign, 0x7F being zero: shifted into place, the exponent's bias is made up by one product.

@@ -17,7 +17,6 @@
 
 #include "args_general.h"
 #include "common.cuh"
-#include "math.cuh"
 #include "reference.cuh"
 #include "rope.cuh"
 
@@ -26,11 +25,47 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBlock = 64;
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 256;  // at most a thread a dim
 constexpr int kHalfWarps = kThreads / kSums;
 constexpr int kRun = kBlock / kHalfWarps;  // positions of a block that half a warp scores at once
 constexpr int kTile = 64;                  // blocks whose scores are in shared memory
-constexpr int kStride = kBlock + 1;        // of those, so that threads that add a block each do not wait for each other
+constexpr int kStride = kBlock + 1;        // of those, so that threads that add a block each meet no bank conflict
+
+// scale q . k of the positions of a block, minus infinity outside `first` to `last`, by all threads.
+__device__ __forceinline__ void score_block(float (&scores)[kStride], const float* q, const __nv_bfloat16* k,
+                                            int head_dim, float scale, int first, int last) {
+    const int lane = threadIdx.x % kSums, run = threadIdx.x / kSums * kRun;
+    k += run * head_dim;
+    float sums[kRun] = {};
+#pragma unroll 4
+    for (int d = lane; d < head_dim; d += kSums) {
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) sums[j] = add_product(sums[j], q[d], __bfloat162float(k[j * head_dim + d]));
+    }
+#pragma unroll
+    for (int j = 0; j < kRun; ++j) {
+        const float score = half_warp_sum(sums[j]) * scale;
+        const int at = run + j;
+        if (lane == j) scores[at] = at >= first && at <= last ? score : -INFINITY;
+    }
+}
+
+// The sum of p[i] v[i] over the positions of a block, v being those of one dim. What was never written may be NaN, and
+// has a probability of 0.
+__device__ __forceinline__ float weighted_sum(const float (&p)[kStride], const __nv_bfloat16* v) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kBlock; i += 8) {
+        const uint4 eight = *reinterpret_cast<const uint4*>(v + i);
+        const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float value = j % 2 == 0 ? bf16_low(pairs[j / 2]) : bf16_high(pairs[j / 2]);
+            if (p[i + j] != 0) sum = add_product(sum, p[i + j], value);
+        }
+    }
+    return sum;
+}
 
 }  // namespace
 
@@ -104,27 +139,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         return static_cast<const __nv_bfloat16*>(args.kv) + blocks[index] * args.block_stride +
                uint64_t(kv_head) * kBlock * head_dim;
     };
-    // The scores of n blocks from `first` on; minus infinity where nothing is seen.
+    // The scores of n blocks from `first` on.
     auto score = [&](int first, int n) {
-        const int lane = thread % kSums;
         __syncthreads();
         for (int i = 0; i < n; ++i) {
-            const int run = thread / kSums * kRun;
-            const __nv_bfloat16* k = keys_of(first + i) + run * head_dim;
-            float dots[kRun] = {};
-#pragma unroll 4
-            for (int d = lane; d < head_dim; d += kSums) {
-#pragma unroll
-                for (int j = 0; j < kRun; ++j) {
-                    dots[j] = add_product(dots[j], q[d], __bfloat162float(k[j * head_dim + d]));
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < kRun; ++j) {
-                const int at = (first + i) * kBlock + run + j;
-                const float dot = half_warp_sum(dots[j]) * args.scale;
-                if (lane == j) tile[i][run + j] = at >= start && at <= position ? dot : -INFINITY;
-            }
+            const int at = (first + i) * kBlock;
+            score_block(tile[i], q, keys_of(first + i), head_dim, args.scale, start - at, position - at);
         }
         __syncthreads();
     };
@@ -177,20 +197,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll 2
         for (int i = 0; i < n; ++i) {
             const __nv_bfloat16* v = keys_of(first + i) + uint64_t(n_kv_heads) * kBlock * head_dim + thread * kBlock;
-            float block_sum = 0;
-#pragma unroll
-            for (int j = 0; j < kBlock; j += 8) {
-                const uint4 eight = *reinterpret_cast<const uint4*>(v + j);
-                const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-                for (int m = 0; m < 8; ++m) {
-                    const float p = tile[i][j + m];
-                    const float value = m % 2 == 0 ? bf16_low(pairs[m / 2]) : bf16_high(pairs[m / 2]);
-                    // What was never written may be NaN.
-                    if (p != 0) block_sum = add_product(block_sum, p, value);
-                }
-            }
-            out += block_sum;
+            out += weighted_sum(tile[i], v);
         }
     }
     if (thread < head_dim) {

@@ -10,7 +10,6 @@
 
 #include "args_general.h"
 #include "common.cuh"
-#include "math.cuh"
 #include "reference.cuh"
 
 namespace {

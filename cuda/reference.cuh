@@ -15,6 +15,11 @@ __device__ __forceinline__ float half_warp_sum(float x) {
     return x;
 }
 
+// The factor of an RMS norm over n values.
+__device__ __forceinline__ float inverse_rms(float sum_of_squares, int n, float eps) {
+    return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum_of_squares, float(n)), eps)));
+}
+
 // src/cpu/reference/exp.rs says how.
 __device__ __forceinline__ float reference_exp(float x) {
     constexpr float kWhole = 12582912.0f;
