@@ -70,8 +70,9 @@ __device__ __forceinline__ float scale_of(const GeneralMatrix& matrix, uint32_t 
 // `lane` is that within half of it.
 __device__ __forceinline__ float dot_row(const GeneralMatrix& matrix, uint32_t index, uint32_t row, uint32_t cols,
                                          const __nv_bfloat16* x, int lane) {
+    const float scale = scale_of(matrix, index);
     float sum = 0;
     for_each_value(matrix.type, row_of(matrix, index, row), cols, lane,
                    [&](uint32_t k, float w) { sum = add_product(sum, w, __bfloat162float(x[k])); });
-    return half_warp_sum(sum) * scale_of(matrix, index);
+    return half_warp_sum(sum) * scale;
 }

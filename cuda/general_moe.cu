@@ -8,8 +8,8 @@
 //
 // in, out  see args_general.h
 // launch   general_router: grid B, block 32; general_swiglu: grid (ceil(rows / 8), K, B), block 256, a warp a row, half
-//          for gate and half for up; general_experts_down: grid (ceil(rows / 8), B), block 256, a warp a row, its
-//          halves taking turns at the choices
+//          for gate and half for up; general_experts_down: grid (ceil(rows / 2), B), block 256, 8 halves of warps a
+//          row, one a choice
 // order    that of src/cpu/reference/: the bits are the same
 // bound    memory: the matrices of every choice
 // PDL      all wait first, then trigger
@@ -24,6 +24,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxExperts = 1024;
+constexpr int kMaxChosen = 32;
+constexpr int kTeam = 128;  // threads for a row of general_experts_down
+constexpr int kDownRows = kThreads / kTeam;
 
 }  // namespace
 
@@ -85,24 +88,26 @@ extern "C" __global__ void __launch_bounds__(kThreads) general_swiglu(const __gr
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     general_experts_down(const __grid_constant__ GeneralExpertsDownArgs args) {
-    const uint32_t r = blockIdx.x * kWarps + threadIdx.x / 32, b = blockIdx.y;
-    const uint32_t half = threadIdx.x / kSums % 2, lane = threadIdx.x % kSums;
+    __shared__ float products[kDownRows][kMaxChosen + 1];
+    const uint32_t team = threadIdx.x / kTeam, row = blockIdx.x * kDownRows + team, b = blockIdx.y;
+    const uint32_t lane = threadIdx.x % kSums, r = min(row, args.rows - 1), n = args.n_chosen;
     pdl_wait();
     pdl_launch();
-    if (r >= args.rows) return;
-    const __nv_bfloat16* act_shared =
-        static_cast<const __nv_bfloat16*>(args.act_shared) + uint64_t(b) * args.shared_cols;
-    const float shared = round_bf16(dot_row(args.shared, 0, r, args.shared_cols, act_shared, lane));
-    const __nv_bfloat16* act = static_cast<const __nv_bfloat16*>(args.act);
-    float routed = 0;
-    for (uint32_t j = 0; j < args.n_chosen; j += 2) {
-        // Behind the last, both halves take the same.
-        const uint64_t at = uint64_t(b) * args.n_chosen + min(j + half, args.n_chosen - 1);
-        const float y = round_bf16(dot_row(args.experts, args.chosen[at], r, args.cols, act + at * args.cols, lane));
-        const float product = __fmul_rn(args.weights[at], y);
-        routed = __fadd_rn(routed, __shfl_sync(~0u, product, 0));
-        if (j + 1 < args.n_chosen) routed = __fadd_rn(routed, __shfl_sync(~0u, product, kSums));
+    // Half a warp takes a choice, or the shared expert, which is behind the last; beyond that, it does the same again.
+    for (uint32_t first = 0; first <= n; first += kTeam / kSums) {
+        const uint32_t j = min(first + threadIdx.x % kTeam / kSums, n);
+        const uint64_t at = uint64_t(b) * n + j;
+        const bool shared = j == n;
+        const __nv_bfloat16* act = static_cast<const __nv_bfloat16*>(shared ? args.act_shared : args.act);
+        const uint32_t cols = shared ? args.shared_cols : args.cols, expert = shared ? 0 : args.chosen[at];
+        const GeneralMatrix& matrix = shared ? args.shared : args.experts;
+        const float y = round_bf16(dot_row(matrix, expert, r, cols, act + (shared ? b : at) * cols, lane));
+        if (lane == 0) products[team][j] = shared ? y : __fmul_rn(args.weights[at], y);
     }
+    __syncthreads();
+    if (threadIdx.x % kTeam != 0 || row >= args.rows) return;
+    float routed = 0;
+    for (uint32_t j = 0; j < n; ++j) routed = __fadd_rn(routed, products[team][j]);
     __nv_bfloat16* delta = static_cast<__nv_bfloat16*>(args.delta) + uint64_t(b) * args.rows;
-    if (threadIdx.x % 32 == 0) delta[r] = __float2bfloat16_rn(round_bf16(routed) + shared);
+    delta[r] = __float2bfloat16_rn(round_bf16(routed) + products[team][n]);
 }

@@ -22,6 +22,35 @@ constexpr int kHalfWarps = kThreads / kSums;
 constexpr int kMaxRows = 8;
 constexpr int kRun = 64;  // values that half a warp of general_embed decodes: a block of the largest kind
 
+// One row of the matrix and n rows of x, at most kRows, by half a warp.
+template <int kRows>
+__device__ __forceinline__ void project(const GeneralProjectArgs& args, uint32_t r, uint32_t first, uint32_t n) {
+    const uint32_t lane = threadIdx.x % kSums;
+    const __nv_bfloat16* x = static_cast<const __nv_bfloat16*>(args.x) + uint64_t(first) * args.cols;
+    // Both halves of a warp add, so a half beyond the end does what the last one does.
+    const uint8_t* row = row_of(args.matrix, 0, min(r, args.rows - 1));
+    const float scale = scale_of(args.matrix, 0);
+    float sums[kRows] = {};
+    for_each_value(args.matrix.type, row, args.cols, lane, [&](uint32_t k, float w) {
+#pragma unroll
+        for (int b = 0; b < kRows; ++b) {
+            if (b < n) sums[b] = add_product(sums[b], w, __bfloat162float(x[uint64_t(b) * args.cols + k]));
+        }
+    });
+#pragma unroll
+    for (int b = 0; b < kRows; ++b) {
+        if (b >= n) break;
+        const float y = half_warp_sum(sums[b]) * scale;
+        const uint64_t at = uint64_t(first + b) * args.out_stride + args.offset + r;
+        if (lane != 0 || r >= args.rows) continue;
+        if (args.f32) {
+            static_cast<float*>(args.out)[at] = y;
+        } else {
+            static_cast<__nv_bfloat16*>(args.out)[at] = __float2bfloat16_rn(y);
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads) general_embed(const __grid_constant__ GeneralEmbedArgs args) {
@@ -45,31 +74,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) general_embed(const __gri
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     general_project(const __grid_constant__ GeneralProjectArgs args) {
-    const uint32_t r = blockIdx.x * kHalfWarps + threadIdx.x / kSums, lane = threadIdx.x % kSums;
+    const uint32_t r = blockIdx.x * kHalfWarps + threadIdx.x / kSums, first = blockIdx.y * kMaxRows;
     pdl_wait();
     pdl_launch();
-    const uint32_t first = blockIdx.y * kMaxRows, n = min(args.n - first, uint32_t(kMaxRows));
-    const __nv_bfloat16* x = static_cast<const __nv_bfloat16*>(args.x) + uint64_t(first) * args.cols;
-    // Both halves of a warp add, so a half beyond the end does what the last one does.
-    const uint8_t* row = row_of(args.matrix, 0, min(r, args.rows - 1));
-    float sums[kMaxRows] = {};
-    for_each_value(args.matrix.type, row, args.cols, lane, [&](uint32_t k, float w) {
-#pragma unroll
-        for (int b = 0; b < kMaxRows; ++b) {
-            if (b < n) sums[b] = add_product(sums[b], w, __bfloat162float(x[uint64_t(b) * args.cols + k]));
-        }
-    });
-    const float scale = scale_of(args.matrix, 0);
-#pragma unroll
-    for (int b = 0; b < kMaxRows; ++b) {
-        if (b >= n) break;
-        const float y = half_warp_sum(sums[b]) * scale;
-        const uint64_t at = uint64_t(first + b) * args.out_stride + args.offset + r;
-        if (lane != 0 || r >= args.rows) continue;
-        if (args.f32) {
-            static_cast<float*>(args.out)[at] = y;
-        } else {
-            static_cast<__nv_bfloat16*>(args.out)[at] = __float2bfloat16_rn(y);
-        }
+    if (args.n == 1) {
+        project<1>(args, r, 0, 1);
+    } else {
+        project<kMaxRows>(args, r, first, min(args.n - first, uint32_t(kMaxRows)));
     }
 }

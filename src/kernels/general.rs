@@ -35,6 +35,8 @@ const THREADS: u32 = 256;
 const HALF_THREADS: u32 = THREADS / 2;
 /// Outputs of a thread block, one a warp.
 const WARPS: u32 = THREADS / 32;
+/// Outputs of a thread block of [`GENERAL_EXPERTS_DOWN`].
+const DOWN_ROWS: u32 = 2;
 /// Rows of x that a thread block of [`GENERAL_PROJECT`] takes.
 const PROJECT_ROWS: u32 = 8;
 
@@ -396,7 +398,7 @@ impl GeneralExpertsDownArgs {
         let chosen = u64::from(self.n_chosen) * u64::from(self.experts.row_bytes) + u64::from(self.shared.row_bytes);
         let inputs = u64::from(self.n_chosen) * u64::from(self.cols) + u64::from(self.shared_cols);
         let bytes = u64::from(n) * (u64::from(self.rows) * (chosen + 2) + 2 * inputs);
-        launch([self.rows.div_ceil(WARPS), n, 1], bytes)
+        launch([self.rows.div_ceil(DOWN_ROWS), n, 1], bytes)
     }
 }
 

@@ -89,7 +89,7 @@ impl Sequence {
         for edge in edges.into_iter().filter(|edge| cached.contains(edge)) {
             for v in &mut v {
                 for x in &mut v[(edge - cached.start) * shape.head_dim..][..shape.head_dim] {
-                    *x = 16.0 + x.abs();
+                    *x = bf16::from_f32(16.0 + x.abs()).to_f32();
                 }
             }
         }
