@@ -38,7 +38,7 @@ const WARPS: u32 = THREADS / 32;
 /// Outputs of a thread block of [`GENERAL_EXPERTS_DOWN`].
 const DOWN_ROWS: u32 = 2;
 /// Rows of x that a thread block of [`GENERAL_PROJECT`] takes.
-const PROJECT_ROWS: u32 = 8;
+const PROJECT_ROWS: u32 = 4;
 
 fn launch(grid: [u32; 3], bytes: u64) -> Launch {
     Launch { grid, block: THREADS, shared_bytes: 0, bytes }
