@@ -95,14 +95,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     pdl_launch();
     // Half a warp takes a choice, or the shared expert, which is behind the last; beyond that, it does the same again.
     for (uint32_t first = 0; first <= n; first += kTeam / kSums) {
-        const uint32_t j = min(first + threadIdx.x % kTeam / kSums, n);
+        const uint32_t mine = first + threadIdx.x % kTeam / kSums, j = min(mine, n);
         const uint64_t at = uint64_t(b) * n + j;
         const bool shared = j == n;
         const __nv_bfloat16* act = static_cast<const __nv_bfloat16*>(shared ? args.act_shared : args.act);
         const uint32_t cols = shared ? args.shared_cols : args.cols, expert = shared ? 0 : args.chosen[at];
         const GeneralMatrix& matrix = shared ? args.shared : args.experts;
         const float y = round_bf16(dot_row(matrix, expert, r, cols, act + (shared ? b : at) * cols, lane));
-        if (lane == 0) products[team][j] = shared ? y : __fmul_rn(args.weights[at], y);
+        if (lane == 0 && mine <= n) products[team][j] = shared ? y : __fmul_rn(args.weights[at], y);
     }
     __syncthreads();
     if (threadIdx.x % kTeam != 0 || row >= args.rows) return;
