@@ -9,13 +9,15 @@
 // bf16; all else is fp32.
 //
 // launch   general_qkv_finish: grid (ceil((H + 2 G) / 8), B), a warp a head; general_attention: grid (H, B); block 256
-// order    blocks of 64 positions one after the other; a lane has two positions of each, and lanes add at the end
-// bound    latency of 64 positions after 64; a query head reads all K and V of its group by itself
+// order    that of src/cpu/reference/: the bits are the same. It divides before it rounds a probability, so the largest
+//          score comes first, then the sum of a block of 64 positions by one thread, then a dim by one thread
+// bound    latency; a query head reads all K and V of its group by itself, and K three times if it sees more than 4,096
+//          positions
 // PDL      both wait first, then trigger
 
 #include "args_general.h"
 #include "common.cuh"
-#include "math.cuh"
+#include "reference.cuh"
 #include "rope.cuh"
 
 namespace {
@@ -23,7 +25,47 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBlock = 64;
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 256;  // at most a thread a dim
+constexpr int kHalfWarps = kThreads / kSums;
+constexpr int kRun = kBlock / kHalfWarps;  // positions of a block that half a warp scores at once
+constexpr int kTile = 64;                  // blocks whose scores are in shared memory
+constexpr int kStride = kBlock + 1;        // of those, so that threads that add a block each meet no bank conflict
+
+// scale q . k of the positions of a block, minus infinity outside `first` to `last`, by all threads.
+__device__ __forceinline__ void score_block(float (&scores)[kStride], const float* q, const __nv_bfloat16* k,
+                                            int head_dim, float scale, int first, int last) {
+    const int lane = threadIdx.x % kSums, run = threadIdx.x / kSums * kRun;
+    k += run * head_dim;
+    float sums[kRun] = {};
+#pragma unroll 4
+    for (int d = lane; d < head_dim; d += kSums) {
+#pragma unroll
+        for (int j = 0; j < kRun; ++j) sums[j] = add_product(sums[j], q[d], __bfloat162float(k[j * head_dim + d]));
+    }
+#pragma unroll
+    for (int j = 0; j < kRun; ++j) {
+        const float score = half_warp_sum(sums[j]) * scale;
+        const int at = run + j;
+        if (lane == j) scores[at] = at >= first && at <= last ? score : -INFINITY;
+    }
+}
+
+// The sum of p[i] v[i] over the positions of a block, v being those of one dim. What was never written may be NaN, and
+// has a probability of 0.
+__device__ __forceinline__ float weighted_sum(const float (&p)[kStride], const __nv_bfloat16* v) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kBlock; i += 8) {
+        const uint4 eight = *reinterpret_cast<const uint4*>(v + i);
+        const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float value = j % 2 == 0 ? bf16_low(pairs[j / 2]) : bf16_high(pairs[j / 2]);
+            if (p[i + j] != 0) sum = add_product(sum, p[i + j], value);
+        }
+    }
+    return sum;
+}
 
 }  // namespace
 
@@ -49,11 +91,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
 
     float squares = 0;
-    for (uint32_t i = lane; i < head_dim; i += 32) {
+    for (uint32_t i = lane % kSums; i < head_dim; i += kSums) {
         const float value = __bfloat162float(x[i]);
-        squares += value * value;
+        squares = add_product(squares, value, value);
     }
-    const float scale = inverse_rms(warp_sum(squares), head_dim, args.eps);
+    const float scale = inverse_rms(half_warp_sum(squares), head_dim, args.eps);
     const bool is_q = head < n_heads;
     const float* weight = is_q ? args.q_norm : args.k_norm;
     __nv_bfloat16* to = is_q ? x : cache + (uint64_t(head - n_heads) * kBlock + position % kBlock) * head_dim;
@@ -75,8 +117,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 extern "C" __global__ void __launch_bounds__(kThreads)
     general_attention(const __grid_constant__ GeneralAttentionArgs args) {
     __shared__ float q[kMaxHeadDim];
-    __shared__ float scores[2][kBlock];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.x, row = blockIdx.y;
+    __shared__ float tile[kTile][kStride];  // scores, then exp(score - top), then probabilities
+    __shared__ float sums[kTile];
+    const int thread = threadIdx.x, head = blockIdx.x, row = blockIdx.y;
     const int head_dim = args.head_dim, n_heads = args.n_heads, n_kv_heads = args.n_kv_heads;
     const int kv_head = head / (n_heads / n_kv_heads);
     pdl_wait();
@@ -84,79 +127,81 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
     const int position = args.positions[row];
     const int start = args.window == 0 ? 0 : max(0, position + 1 - int(args.window));
+    const int end_block = position / kBlock + 1;
     const uint32_t slot = args.slots == nullptr ? row : args.slots[row];
     const uint32_t* blocks = args.blocks + uint64_t(slot) * args.table_stride;
     const __nv_bfloat16* qkv = static_cast<const __nv_bfloat16*>(args.qkv);
     qkv += (uint64_t(row) * (n_heads + 2 * n_kv_heads) + head) * head_dim;
-    for (int d = threadIdx.x; d < head_dim; d += kThreads) q[d] = __bfloat162float(qkv[d]);
-    __syncthreads();
+    for (int d = thread; d < head_dim; d += kThreads) q[d] = __bfloat162float(qkv[d]);
 
     // Keys of a block, then its values.
     auto keys_of = [&](int index) {
         return static_cast<const __nv_bfloat16*>(args.kv) + blocks[index] * args.block_stride +
                uint64_t(kv_head) * kBlock * head_dim;
     };
-    // The scores of positions 2 lane and 2 lane + 1 of a block, in every warp; minus infinity where nothing is seen.
-    auto score = [&](int index) {
-        const __nv_bfloat16* k = keys_of(index);
-        float* block_scores = scores[index % 2];
-        for (int i = warp; i < kBlock; i += kWarps) {
-            const int at = index * kBlock + i;
-            float dot = 0;
-            if (at >= start && at <= position) {
-                for (int d = lane; d < head_dim; d += 32) dot += q[d] * __bfloat162float(k[i * head_dim + d]);
-                dot = warp_sum(dot) * args.scale;
-            } else {
-                dot = -INFINITY;
-            }
-            if (lane == 0) block_scores[i] = dot;
-        }
-        // The scores of the block after next overwrite these: by then every warp has passed the next barrier.
+    // The scores of n blocks from `first` on.
+    auto score = [&](int first, int n) {
         __syncthreads();
-        return make_float2(block_scores[2 * lane], block_scores[2 * lane + 1]);
+        for (int i = 0; i < n; ++i) {
+            const int at = (first + i) * kBlock;
+            score_block(tile[i], q, keys_of(first + i), head_dim, args.scale, start - at, position - at);
+        }
+        __syncthreads();
     };
+    auto for_each = [&](int n, auto use) {
+        for (int i = thread; i < n * kBlock; i += kThreads) use(tile[i / kBlock][i % kBlock]);
+    };
+    auto blocks_of = [&](int first) { return min(end_block - first, kTile); };
 
-    // The reference divides before it rounds a probability, so the largest score and the sum come first, and the scores
-    // are computed twice.
-    const int first_block = start / kBlock, last_block = position / kBlock;
-    float top = args.sinks[head], sum = 0;
-    const float sink = top;
-    for (int index = first_block; index <= last_block; ++index) {
-        const float2 two = score(index);
-        float max = fmaxf(two.x, two.y);
-#pragma unroll
-        for (int i = 16; i > 0; i /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, i));
-        max = fmaxf(max, top);
-        sum = sum * expf(top - max) + (expf(two.x - max) + expf(two.y - max));
-        top = max;
+    const int first_block = start / kBlock;
+    const bool one_tile = end_block - first_block <= kTile;
+    const float sink = args.sinks[head];
+    float top = sink;
+    for (int first = first_block; first < end_block; first += kTile) {
+        score(first, blocks_of(first));
+        for_each(blocks_of(first), [&](float score) { top = fmaxf(top, score); });
     }
-    sum = warp_sum(sum) + expf(sink - top);
-    __syncthreads();
-
-    // Each warp has dims warp, warp + 8, ...
-    float out[kMaxHeadDim / kWarps] = {};
-    for (int index = first_block; index <= last_block; ++index) {
-        const float2 two = score(index);
-        const float p_first = round_bf16(expf(two.x - top) / sum), p_second = round_bf16(expf(two.y - top) / sum);
-        const __nv_bfloat16* v = keys_of(index) + uint64_t(n_kv_heads) * kBlock * head_dim;
 #pragma unroll
-        for (int j = 0; j < kMaxHeadDim / kWarps; ++j) {
-            const int d = warp + kWarps * j;
-            if (d >= head_dim) break;
-            const __nv_bfloat162 pair = *reinterpret_cast<const __nv_bfloat162*>(v + d * kBlock + 2 * lane);
-            // What was never written may be NaN.
-            const float v_first = two.x == -INFINITY ? 0.0f : __low2float(pair);
-            const float v_second = two.y == -INFINITY ? 0.0f : __high2float(pair);
-            out[j] += p_first * v_first + p_second * v_second;
+    for (int i = 16; i > 0; i /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, i));
+    if (thread % 32 == 0) sums[thread / 32] = top;
+    __syncthreads();
+    for (int warp = 0; warp < kWarps; ++warp) top = fmaxf(top, sums[warp]);
+
+    auto exponentiate = [&](int first, int n) {
+        if (!one_tile) score(first, n);
+        for_each(n, [&](float& score) { score = reference_exp(score - top); });
+        __syncthreads();
+    };
+    float sum = 0;
+    for (int first = first_block; first < end_block; first += kTile) {
+        const int n = blocks_of(first);
+        exponentiate(first, n);
+        if (thread < n) {
+            float block_sum = 0;
+            for (int i = 0; i < kBlock; ++i) block_sum += tile[thread][i];
+            sums[thread] = block_sum;
+        }
+        __syncthreads();
+        for (int i = 0; i < n; ++i) sum += sums[i];
+    }
+    sum += reference_exp(sink - top);
+
+    // Thread d has dim d.
+    float out = 0;
+    for (int first = first_block; first < end_block; first += kTile) {
+        const int n = blocks_of(first);
+        if (!one_tile) exponentiate(first, n);
+        for_each(n, [&](float& p) { p = round_bf16(p / sum); });
+        __syncthreads();
+        if (thread >= head_dim) continue;
+#pragma unroll 2
+        for (int i = 0; i < n; ++i) {
+            const __nv_bfloat16* v = keys_of(first + i) + uint64_t(n_kv_heads) * kBlock * head_dim + thread * kBlock;
+            out += weighted_sum(tile[i], v);
         }
     }
-
-    __nv_bfloat16* attn = static_cast<__nv_bfloat16*>(args.attn) + (uint64_t(row) * n_heads + head) * head_dim;
-#pragma unroll
-    for (int j = 0; j < kMaxHeadDim / kWarps; ++j) {
-        const int d = warp + kWarps * j;
-        if (d >= head_dim) break;
-        const float value = warp_sum(out[j]);
-        if (lane == 0) attn[d] = __float2bfloat16_rn(value);
+    if (thread < head_dim) {
+        __nv_bfloat16* attn = static_cast<__nv_bfloat16*>(args.attn) + (uint64_t(row) * n_heads + head) * head_dim;
+        attn[thread] = __float2bfloat16_rn(out);
     }
 }

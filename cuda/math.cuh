@@ -25,11 +25,6 @@ __device__ __forceinline__ T running_sum(T x, uint32_t lane) {
     return x;
 }
 
-// The factor of an RMS norm over n values.
-__device__ __forceinline__ float inverse_rms(float sum_of_squares, int n, float eps) {
-    return __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum_of_squares, float(n)), eps)));
-}
-
 // x / (1 + e^-x)
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 

@@ -1,5 +1,5 @@
-//! Prefill's embedding and norm against the CPU's reference and against the general kernels. They need a GPU, so `cargo
-//! test` counts these as ignored; `make test-gpu` runs them.
+//! Prefill's embedding and norm against the CPU's reference, and the norm in decode's order to the bit. They need a GPU, so
+//! `cargo test` counts these as ignored; `make test-gpu` runs them.
 
 #![cfg(feature = "cuda")]
 #![allow(clippy::float_cmp, reason = "equal means the same bits")]
@@ -11,11 +11,11 @@ use cpu_support::Random;
 use flint_rs::{
     cpu::{Precision, reference::rms_norm_residual},
     kernels::{
-        GENERAL_NORM, GeneralNormArgs, PREFILL_EMBED, PREFILL_NORM, PREFILL_NORM_FEW, PrefillEmbedArgs,
-        PrefillNormArgs, decode::HIDDEN, prefill_embed_launch, prefill_norm_launch,
+        PREFILL_EMBED, PREFILL_NORM, PREFILL_NORM_FEW, PrefillEmbedArgs, PrefillNormArgs, decode::HIDDEN,
+        prefill_embed_launch, prefill_norm_launch,
     },
 };
-use kernel_support::{Gpu, POISON, assert_close, bf16_step, output, rms, to_bf16s};
+use kernel_support::{Gpu, POISON, assert_close, bf16_bytes, bf16_step, output, rms, to_bf16s};
 
 const ROWS: [usize; 8] = [1, 7, 8, 9, 64, 131, 1000, 1025];
 
@@ -56,6 +56,24 @@ fn embed_copies_rows() {
     }
 }
 
+/// The norm of a row in the order of the decode kernels, unrounded: a lane adds the squares of 8 consecutive values, 32 lanes add
+/// by xor 16, 8, 4, 2, 1, and their sums, of 256 values each, are added in ascending order.
+fn norm_as_decode_adds(s: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
+    let mut sum = 0.0;
+    for group in s.chunks_exact(256) {
+        let mut lanes: Vec<f32> =
+            group.chunks_exact(8).map(|run| run.iter().fold(0.0, |sum, s| s.mul_add(*s, sum))).collect();
+        for width in [16, 8, 4, 2, 1] {
+            for i in 0..width {
+                lanes[i] += lanes[i + width];
+            }
+        }
+        sum += lanes[0];
+    }
+    let scale = 1.0 / (sum / s.len() as f32 + eps).sqrt();
+    s.iter().zip(weight).map(|(s, weight)| weight * (s * scale)).collect()
+}
+
 #[test]
 #[ignore = "needs a CUDA GPU: make test-gpu"]
 fn norm_fills_panels_with_the_bits_of_decode() {
@@ -66,29 +84,14 @@ fn norm_fills_panels_with_the_bits_of_decode() {
         let weight: Vec<f32> = (0..HIDDEN).map(|_| 1.0 + 0.2 * random.normal()).collect();
         let mut expected_residual = residual.clone();
         let expected = rms_norm_residual(&x, &mut expected_residual, &weight, EPS, Precision::Bfloat16);
-        let (delta, weight, len) = (gpu.bf16s(&x), gpu.f32s(&weight), rows * HIDDEN * 2);
-
-        // The general kernel, whose order of additions is that of the decode kernels.
-        let residual_in = gpu.bf16s(&residual);
-        let (residual_out, normed) = (gpu.poisoned(len), gpu.poisoned(len));
-        let args = GeneralNormArgs {
-            delta: delta.address(),
-            residual_in: residual_in.address(),
-            weight: weight.address(),
-            residual_out: residual_out.address(),
-            normed: normed.address(),
-            cols: HIDDEN as u32,
-            eps: EPS,
-        };
-        // SAFETY: every buffer has the extent that the struct states, and lives until the downloads below.
-        unsafe { gpu.launch(GENERAL_NORM, args.launch(rows as u32), true, &args) };
-        let (residual_out, normed) = (output(&residual_out, len), output(&normed, len));
-
+        let sums: Vec<f32> = x.iter().zip(&residual).map(|(x, residual)| x + residual).collect();
+        let normed: Vec<f32> = sums.chunks_exact(HIDDEN).flat_map(|s| norm_as_decode_adds(s, &weight, EPS)).collect();
+        let (delta, residual, weight) = (gpu.bf16s(&x), gpu.bf16s(&residual), gpu.f32s(&weight));
         let panel_rows = rows.next_multiple_of(8) + 16;
         let panels = gpu.poisoned(panel_rows * HIDDEN * 2);
         let args = PrefillNormArgs {
             delta: delta.address(),
-            residual: residual_in.address(),
+            residual: residual.address(),
             weight: weight.address(),
             normed: panels.address(),
             rows: rows as u32,
@@ -100,20 +103,19 @@ fn norm_fills_panels_with_the_bits_of_decode() {
         assert_eq!(kernel, if rows <= 1000 { PREFILL_NORM_FEW } else { PREFILL_NORM });
         // SAFETY: as above.
         unsafe { gpu.launch(kernel, launch, true, &args) };
-        assert!(residual_in.download().unwrap() == residual_out, "{rows} rows: residual");
+        assert!(to_bf16s(&residual.download().unwrap()) == expected_residual, "{rows} rows: residual");
         let panels = output(&panels, panel_rows * HIDDEN * 2);
-        let mut found = Vec::with_capacity(len);
+        let mut found = Vec::with_capacity(rows * HIDDEN * 2);
         for row in 0..rows {
             for column in 0..HIDDEN {
                 let at = panel_byte(panel_rows, row, column);
                 found.extend_from_slice(&panels[at..at + 2]);
             }
         }
-        assert!(found == normed, "{rows} rows differ from the general kernel");
+        assert!(found == bf16_bytes(&normed), "{rows} rows differ from the order of decode");
         for (row, column) in (rows..panel_rows).flat_map(|row| (0..HIDDEN).map(move |column| (row, column))) {
             assert_eq!(panels[panel_byte(panel_rows, row, column)], POISON, "row {row} is written");
         }
-        assert!(to_bf16s(&residual_out) == expected_residual);
         let expected_rms = rms(&expected);
         // The sum of squares in another order moves the factor by a few fp32 steps, which may cross a border of rounding.
         assert_close("normed", &to_bf16s(&found), &expected, |i| bf16_step(expected[i]).max(1e-6 * expected_rms));

@@ -312,7 +312,7 @@ fn the_general_path_takes_rows_of_one_sequence() {
             Args::GeneralAttention(args) => {
                 assert_eq!((args.positions, args.slots, step.launch.grid[1]), (inputs.positions, inputs.slots, 64));
             }
-            Args::GeneralProject(args) => assert_eq!((args.n, step.launch.grid[1]), (64, 8)),
+            Args::GeneralProject(args) => assert_eq!((args.n, step.launch.grid[1]), (64, 16)),
             _ => {}
         }
     }

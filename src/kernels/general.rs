@@ -1,5 +1,5 @@
 //! `cuda/general_*.cu`: kernels for any dimensions, every matrix type of the files, and any card. Each argument struct knows
-//! its launch.
+//! its launch. They compute the bits of [`crate::cpu::reference`].
 
 use std::mem::offset_of;
 
@@ -31,10 +31,14 @@ pub const GENERAL_SWIGLU: Kernel = kernel::<GeneralSwigluArgs>(c"general_swiglu"
 pub const GENERAL_EXPERTS_DOWN: Kernel = kernel::<GeneralExpertsDownArgs>(c"general_experts_down");
 
 const THREADS: u32 = 256;
+/// Of [`GENERAL_EMBED`] and [`GENERAL_PROJECT`], half a warp an output, so that all have as many outputs.
+const HALF_THREADS: u32 = THREADS / 2;
 /// Outputs of a thread block, one a warp.
 const WARPS: u32 = THREADS / 32;
+/// Outputs of a thread block of [`GENERAL_EXPERTS_DOWN`].
+const DOWN_ROWS: u32 = 2;
 /// Rows of x that a thread block of [`GENERAL_PROJECT`] takes.
-const PROJECT_ROWS: u32 = 8;
+const PROJECT_ROWS: u32 = 4;
 
 fn launch(grid: [u32; 3], bytes: u64) -> Launch {
     Launch { grid, block: THREADS, shared_bytes: 0, bytes }
@@ -107,7 +111,7 @@ impl GeneralEmbedArgs {
     /// For B = `rows`.
     pub fn launch(&self, rows: u32) -> Launch {
         let bytes = u64::from(rows) * (u64::from(self.table.row_bytes) + 4 * u64::from(self.cols));
-        launch([self.cols.div_ceil(64 * WARPS), rows, 1], bytes)
+        Launch { block: HALF_THREADS, ..launch([self.cols.div_ceil(64 * WARPS), rows, 1], bytes) }
     }
 }
 
@@ -181,7 +185,8 @@ impl GeneralProjectArgs {
         let (rows, n) = (u64::from(self.rows), u64::from(self.n));
         let out_bytes = if self.f32 == 1 { 4 } else { 2 };
         let bytes = rows * u64::from(self.matrix.row_bytes) + n * (2 * u64::from(self.cols) + out_bytes * rows);
-        launch([self.rows.div_ceil(WARPS), self.n.div_ceil(PROJECT_ROWS), 1], bytes)
+        let grid = [self.rows.div_ceil(WARPS), self.n.div_ceil(PROJECT_ROWS), 1];
+        Launch { block: HALF_THREADS, ..launch(grid, bytes) }
     }
 }
 
@@ -297,7 +302,7 @@ impl GeneralAttentionArgs {
 pub struct GeneralRouterArgs {
     /// `[B, E]` f32.
     pub logits: u64,
-    /// Out: `[B, K]` u32, the largest score first.
+    /// Out: `[B, K]` u32, in ascending order.
     pub experts: u64,
     /// Out: `[B, K]` f32, adding up to 1.
     pub weights: u64,
@@ -393,7 +398,7 @@ impl GeneralExpertsDownArgs {
         let chosen = u64::from(self.n_chosen) * u64::from(self.experts.row_bytes) + u64::from(self.shared.row_bytes);
         let inputs = u64::from(self.n_chosen) * u64::from(self.cols) + u64::from(self.shared_cols);
         let bytes = u64::from(n) * (u64::from(self.rows) * (chosen + 2) + 2 * inputs);
-        launch([self.rows.div_ceil(WARPS), n, 1], bytes)
+        launch([self.rows.div_ceil(DOWN_ROWS), n, 1], bytes)
     }
 }
 

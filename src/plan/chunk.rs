@@ -10,7 +10,7 @@ use crate::{
     kernels::{Args, PrefillTile},
 };
 
-/// Most tokens of a chunk on the general path, whose kernels read every matrix once for 8 rows.
+/// Most tokens of a chunk on the general path, whose kernels read every matrix once for 4 rows or fewer.
 const GENERAL_TOKENS: usize = 64;
 /// Words of a tile of attention.
 const TILE_WORDS: usize = size_of::<PrefillTile>() / 4;

@@ -58,7 +58,7 @@ pub fn softmax(row: &mut [f32], scale: f32, sink: f32, precision: Precision) {
     for x in row.iter_mut() {
         *x *= scale;
     }
-    reference::softmax_with_sink(row, sink);
+    reference::softmax_with_sink(row, 0, sink);
     for x in row {
         *x = precision.round(*x);
     }

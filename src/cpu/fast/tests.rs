@@ -223,7 +223,7 @@ fn softmax_equals_reference() {
         for (spread, sink) in [(1.0, 0.3), (40.0, -3.0), (40.0, 60.0), (200.0, 0.0)] {
             let scores: Vec<f32> = (0..n).map(|_| spread * random.value()).collect();
             let mut expected: Vec<f32> = scores.iter().map(|x| x * 0.125).collect();
-            reference::softmax_with_sink(&mut expected, sink);
+            reference::softmax_with_sink(&mut expected, 0, sink);
             for isa in isas() {
                 let mut found = scores.clone();
                 isa.softmax(&mut found, 0.125, sink, Precision::Float32);

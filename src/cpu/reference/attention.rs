@@ -1,9 +1,12 @@
 //! Attention with sinks.
 
-use std::ops::Range;
+use std::{iter, ops::Range};
 
-use super::dot;
+use super::{dot, exp};
 use crate::{cancel::Cancel, cpu::Precision, error::Result};
+
+/// Positions that are added up before they are added to others.
+const PART: usize = 64;
 
 /// Keys and values that attention reads.
 #[derive(Clone, Copy, Debug)]
@@ -56,11 +59,11 @@ pub fn attention(
         let g = h / (n_heads / cache.n_kv_heads);
         let visible = window.map_or(0, |window| (position + 1).saturating_sub(window))..position + 1;
         let mut row: Vec<f32> = cache.head(cache.k, g, visible.clone()).map(|k| dot(q, k) * scale).collect();
-        softmax_with_sink(&mut row, sinks[h]);
+        softmax_with_sink(&mut row, visible.start, sinks[h]);
         for p in &mut row {
             *p = precision.round(*p);
         }
-        weighted_sum(&row, cache.head(cache.v, g, visible), out);
+        weighted_sum(&row, visible.start, cache.head(cache.v, g, visible), out);
         for out in out {
             *out = precision.round(*out);
         }
@@ -68,33 +71,40 @@ pub fn attention(
     Ok(out)
 }
 
-/// exp(x - max) / (sum of exp(x - max) + exp(sink - max)), the maximum over `row` and `sink`.
-pub(in crate::cpu) fn softmax_with_sink(row: &mut [f32], sink: f32) {
+/// Cuts a row whose first value is that of position `first` at the positions that are multiples of 64. Sums over positions are
+/// sums of these parts' sums, so that long contexts lose no digits.
+fn parts(row: &[f32], first: usize) -> impl Iterator<Item = &[f32]> {
+    let (head, rest) = row.split_at(row.len().min(first.next_multiple_of(PART) - first));
+    iter::once(head).chain(rest.chunks(PART))
+}
+
+/// exp(x - max) / (sum of exp(x - max) + exp(sink - max)), the maximum over `row` and `sink`; the first value of `row` is that
+/// of position `first`.
+pub(in crate::cpu) fn softmax_with_sink(row: &mut [f32], first: usize, sink: f32) {
     let max = row.iter().copied().fold(sink, f32::max);
     for x in row.iter_mut() {
-        *x = (*x - max).exp();
+        *x = exp(*x - max);
     }
-    let sum: f32 = row.chunks(64).map(|row| row.iter().sum::<f32>()).sum();
-    let denominator = sum + (sink - max).exp();
+    let sum: f32 = parts(row, first).map(|part| part.iter().sum::<f32>()).sum();
+    let denominator = sum + exp(sink - max);
     for x in row {
         *x /= denominator;
     }
 }
 
-/// The sum of `weights[i] * rows[i]`, in partial sums of 64 positions, so that long contexts lose no digits.
-fn weighted_sum<'a>(weights: &[f32], rows: impl Iterator<Item = &'a [f32]>, out: &mut [f32]) {
+/// The sum of `weights[i] * rows[i]`, the first being that of position `first`.
+fn weighted_sum<'a>(weights: &[f32], first: usize, mut rows: impl Iterator<Item = &'a [f32]>, out: &mut [f32]) {
     out.fill(0.0);
-    let mut rows = rows;
-    let mut part = vec![0.0; out.len()];
-    for weights in weights.chunks(64) {
-        part.fill(0.0);
+    let mut sum = vec![0.0; out.len()];
+    for weights in parts(weights, first) {
+        sum.fill(0.0);
         for (weight, row) in weights.iter().zip(&mut rows) {
-            for (part, x) in part.iter_mut().zip(row) {
-                *part += weight * x;
+            for (sum, x) in sum.iter_mut().zip(row) {
+                *sum += weight * x;
             }
         }
-        for (out, part) in out.iter_mut().zip(&part) {
-            *out += part;
+        for (out, sum) in out.iter_mut().zip(&sum) {
+            *out += sum;
         }
     }
 }

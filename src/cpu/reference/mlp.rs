@@ -1,6 +1,6 @@
 //! Feed-forward parts: `SwiGlu`, router, mixture of experts.
 
-use super::project;
+use super::{exp, project};
 use crate::{
     cancel::Cancel,
     cpu::Precision,
@@ -10,7 +10,7 @@ use crate::{
 
 /// x / (1 + e^-x).
 pub fn silu(x: f32) -> f32 {
-    x / (1.0 + (-x).exp())
+    x / (1.0 + exp(-x))
 }
 
 /// round(silu(gate x) * up x), from unrounded products.
@@ -43,7 +43,7 @@ pub struct Routes {
 impl Routes {
     /// Chooses from `logits` (`[T, E]`): the `per_token` highest sigmoid scores (ties: lowest index), divided by their sum.
     pub fn from_logits(logits: &[f32], n_experts: usize, per_token: usize) -> Self {
-        let scores: Vec<f32> = logits.iter().map(|&x| 1.0 / (1.0 + (-x).exp())).collect();
+        let scores: Vec<f32> = logits.iter().map(|&x| 1.0 / (1.0 + exp(-x))).collect();
         Self::from_scores(&scores, n_experts, per_token)
     }
 

@@ -6,12 +6,14 @@
 //! inner width of a `SwiGlu`, V vocabulary, P cached positions. All arrays are row-major, the last letter contiguous.
 
 mod attention;
+mod exp;
 mod mlp;
 mod norm;
 mod project;
 
 pub(super) use attention::softmax_with_sink;
 pub use attention::{Cache, attention};
+pub use exp::exp;
 pub use mlp::{Routes, moe, router_top_k, silu, swiglu, swiglu_act};
 pub use norm::{qk_norm_rope, rms_norm_residual};
 pub use project::{dot, embed, logits, project};
