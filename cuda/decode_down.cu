@@ -63,30 +63,45 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
         load_tile(tile, tile_at(warp), lane);
         scale = scale_of(warp);
     }
-    pdl_wait();
-
-    // Each warp stages what its own tiles need: of an expert, the rows that chose it. A lane looks at one pair of them.
-    auto stage = [&](uint8_t* to, const __nv_bfloat16* from) {
-        copy_async_16(to + 16 * lane, from + 8 * lane);
-        copy_async_16(to + 512 + 16 * lane, from + 256 + 8 * lane);
-    };
-    constexpr int kPairs = 32 / NB;
-    for (int first = warp; first < n_list; first += kPairs * kWarps) {
-        const int entry = first + lane / NB * kWarps, row = lane % NB;
-        const int own = entry < n_list ? slot_of(entry, row) : -1;
-        for (uint32_t there = __ballot_sync(~0u, own >= 0); there; there &= there - 1) {
-            const int from = __ffs(there) - 1, slot = from % NB * kChosen + __shfl_sync(~0u, own, from);
-            stage(x_experts + slot * x_stride(kWidth), args.act + slot * kWidth);
+    if constexpr (NB == 1) {
+        // A tile a warp: where its inputs lie is known before the wait.
+        static_assert(kWarps == kParts);
+        const bool routed = warp < kChosen;
+        const int slot = routed ? slot_of(warp, 0) : 0, part = warp - kChosen;
+        const __nv_bfloat16* from = routed ? args.act + slot * kWidth : args.act_shared + kTileK * part;
+        uint8_t* to = routed ? x_experts + slot * x_stride(kWidth) : x_shared + 2 * kTileK * part;
+        pdl_wait();
+        copy_parts<2>([&](int i, const uint4*& global, uint4*& shared) {
+            global = reinterpret_cast<const uint4*>(from) + 32 * i + lane;
+            shared = reinterpret_cast<uint4*>(to) + 32 * i + lane;
+            return true;
+        });
+    } else {
+        pdl_wait();
+        // Each warp stages what its own tiles need: of an expert, the rows that chose it. A lane looks at one pair of
+        // them.
+        auto stage = [&](uint8_t* to, const __nv_bfloat16* from) {
+            copy_async_16(to + 16 * lane, from + 8 * lane);
+            copy_async_16(to + 512 + 16 * lane, from + 256 + 8 * lane);
+        };
+        constexpr int kPairs = 32 / NB;
+        for (int first = warp; first < n_list; first += kPairs * kWarps) {
+            const int entry = first + lane / NB * kWarps, row = lane % NB;
+            const int own = entry < n_list ? slot_of(entry, row) : -1;
+            for (uint32_t there = __ballot_sync(~0u, own >= 0); there; there &= there - 1) {
+                const int from = __ffs(there) - 1, slot = from % NB * kChosen + __shfl_sync(~0u, own, from);
+                stage(x_experts + slot * x_stride(kWidth), args.act + slot * kWidth);
+            }
         }
-    }
-    for (int part = 0; part < kSharedTiles; ++part) {
-        if ((n_list + part) % kWarps != warp) continue;
-        for (int row = 0; row < rows; ++row) {
-            stage(x_shared + row * x_stride(kSharedWidth) + 2 * kTileK * part,
-                  args.act_shared + row * kSharedWidth + kTileK * part);
+        for (int part = 0; part < kSharedTiles; ++part) {
+            if ((n_list + part) % kWarps != warp) continue;
+            for (int row = 0; row < rows; ++row) {
+                stage(x_shared + row * x_stride(kSharedWidth) + 2 * kTileK * part,
+                      args.act_shared + row * kSharedWidth + kTileK * part);
+            }
         }
+        copy_async_join();
     }
-    copy_async_join();
     __syncwarp();
 
     for (int i = warp; i < n_tiles; i += kWarps) {
@@ -100,7 +115,7 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
         const uint8_t* x = (routed ? x_experts : x_shared + 2 * kTileK * (i - n_list)) + offset;
         Accumulator sum;
         sum.clear();
-        const bool more = i + kWarps < n_tiles;
+        const bool more = NB > 1 && i + kWarps < n_tiles;
         multiply_tile(tile, sum, reinterpret_cast<const uint4*>(x + 32 * t), tile_at(i),
                       more ? tile_at(i + kWarps) : nullptr, lane);
 #pragma unroll

@@ -10,9 +10,9 @@
 //      x        [B, k] bf16, or delta, residual [B, 2048] bf16 and weight [2048] f32
 // out  out      [B, out_stride] bf16 or f32; new_residual [B, 2048] bf16
 //
-// launch   kGroups groups of kSplit warps a block; a group takes whole strips, strip = block + n * blocks, each warp
-//          k / 512 / kSplit tiles of it; dynamic shared memory NB * x_stride(k) + sums. decode_o and decode_dense_down
-//          may have more blocks than strips, which only wait
+// launch   kGroups groups of kSplit warps a block; a group takes a whole strip, block + group * blocks, for the LM head
+//          every kGroups * blocks-th from there on, each warp k / 512 / kSplit tiles of it; dynamic shared memory NB *
+//          x_stride(k) + sums. decode_o and decode_dense_down may have more blocks than strips, which only wait
 // bound    memory: strips * k / 512 * tile bytes; at one row the latency of the chain
 // PDL      weights and scales of the first strip, and the norm's weight, are requested before the wait; decode_qkv,
 //          decode_o and decode_dense_down trigger before it, the others right after it
@@ -30,6 +30,9 @@ __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
     constexpr int kEach = kTiles / kSplit;
     static_assert(kEach * kSplit == kTiles && kK % kTileK == 0);
     static_assert(kBefore == Before::kPlain || kK == kHidden);
+    // Whether groups take strips in turn. Where they do not, no instruction is left that asks: behind the wait, each is
+    // latency.
+    constexpr bool kAgain = kAfter == After::kF32;
 
     extern __shared__ __align__(16) uint8_t shared[];
     float* sums = reinterpret_cast<float*>(shared + NB * x_stride(kK));  // [2, kWarps, 16, NB]; the norm's before that
@@ -73,7 +76,7 @@ __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
     for (int parity = 0; strip < int(args.strips); strip += step, parity ^= 1) {
         Accumulator sum;
         sum.clear();
-        const bool more = strip + step < int(args.strips);
+        const bool more = kAgain && strip + step < int(args.strips);
         float2 next_scales = {};
         if (more) next_scales = load_scales(args.scales + strip + step);
 #pragma unroll
@@ -102,6 +105,7 @@ __device__ __forceinline__ void decode_linear(const DecodeLinearArgs& args) {
                 }
             }
         }
+        if (!more) break;
         scales = next_scales;
     }
 }

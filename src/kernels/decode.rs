@@ -250,24 +250,25 @@ pub struct LinearShape {
     groups: usize,
     /// Multiprocessors that get a block each, see `Launch::on_each`; 0 where blocks may lie as they come.
     each_of: usize,
-    /// Most blocks: more strips are taken in turn.
+    /// Most blocks, if groups take strips in turn.
     most_blocks: usize,
 }
 
 /// Shape of [`DECODE_QKV`].
-pub const QKV_SHAPE: LinearShape = LinearShape { cols: 2048, split: 4, groups: 3, each_of: 0, most_blocks: 1024 };
+pub const QKV_SHAPE: LinearShape = LinearShape { cols: 2048, split: 4, groups: 3, each_of: 0, most_blocks: usize::MAX };
 /// Shape of [`DECODE_DENSE_UP`].
-pub const DENSE_UP_SHAPE: LinearShape = LinearShape { cols: 2048, split: 4, groups: 3, each_of: 0, most_blocks: 1024 };
+pub const DENSE_UP_SHAPE: LinearShape =
+    LinearShape { cols: 2048, split: 4, groups: 3, each_of: 0, most_blocks: usize::MAX };
 
 impl LinearShape {
     /// Shape of [`DECODE_O`] on a card of `processors` multiprocessors.
     pub const fn o(processors: usize) -> Self {
-        Self { cols: 4096, split: 8, groups: 1, each_of: processors, most_blocks: 1024 }
+        Self { cols: 4096, split: 8, groups: 1, each_of: processors, most_blocks: usize::MAX }
     }
 
     /// Shape of [`DECODE_DENSE_DOWN`].
     pub const fn dense_down(processors: usize) -> Self {
-        Self { cols: 6144, split: 6, groups: 1, each_of: processors, most_blocks: 1024 }
+        Self { cols: 6144, split: 6, groups: 1, each_of: processors, most_blocks: usize::MAX }
     }
 
     /// Shape of [`DECODE_LM_HEAD`]: as many blocks as the card holds at once, which take all strips in turn.
