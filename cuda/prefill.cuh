@@ -108,6 +108,7 @@ struct Unit {
 // Work of the kernels that take PrefillLinearArgs. Blocks beside each other in a cluster have the same columns.
 template <int kMost>
 struct LinearWork {
+    static constexpr int kColumns = kMost;
     using Args = PrefillLinearArgs;
     const Args& args;
 
@@ -143,8 +144,9 @@ struct LinearWork {
 };
 
 // Work of the prefill_experts kernels: kStrips strips of kTiles tiles each expert.
-template <int kStrips, int kTiles, bool kPairs>
+template <int kMost, int kStrips, int kTiles, bool kPairs>
 struct ExpertsWork {
+    static constexpr int kColumns = kMost;
     using Args = PrefillExpertsArgs;
     const Args& args;
 
@@ -187,7 +189,8 @@ struct Bf16Rows {
     static __device__ __forceinline__ void write(const float (&d)[W / 2], const Work& work, const Unit& unit,
                                                  float2 scales, const Place& at, uint8_t* shared) {
         constexpr int kColumns = columns(W);
-        uint8_t* mine = shared + at.thread / 32 * kColumns * kColumnBytes;
+        // The same place for all widths: other warps may be at a unit of another.
+        uint8_t* mine = shared + at.thread / 32 * columns(Work::kColumns) * kColumnBytes;
         const int column = at.lane / 2, part = at.lane % 2;
         __nv_bfloat16* out = static_cast<__nv_bfloat16*>(work.out()) + (unit.row + column) * work.out_stride() +
                              (unit.strip + strip(at.warp)) * kTileRows + 8 * part;
@@ -268,7 +271,8 @@ struct SwigluPanels {
     static __device__ __forceinline__ void write(const float (&d)[W / 2], const Work& work, const Unit& unit,
                                                  float2 scales, const Place& at, uint8_t* shared) {
         const int group = at.warp / 4, word = at.warp % 4;
-        uint8_t* mine = shared + at.thread / 128 * W * kColumnBytes;
+        // The same place for all widths: the other group may be at a unit of another.
+        uint8_t* mine = shared + at.thread / 128 * Work::kColumns * kColumnBytes;
 #pragma unroll
         for (int c = 0; c < W / 8; ++c) {
             if (8 * c >= unit.rows) break;

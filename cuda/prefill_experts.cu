@@ -22,8 +22,10 @@
 #include "prefill_wgmma.cuh"
 
 namespace {
-using UpWork = ExpertsWork<64, 4, true>;
-using DownWork = ExpertsWork<128, 1, false>;
+template <int kMost>
+using UpWork = ExpertsWork<kMost, 64, 4, true>;
+template <int kMost>
+using DownWork = ExpertsWork<kMost, 128, 1, false>;
 using FewUp = FewWork<64, 4, 128, 4, true>;
 using FewDown = FewWork<128, 1, 128, 2, false>;
 }  // namespace
@@ -31,12 +33,12 @@ using FewDown = FewWork<128, 1, 128, 2, false>;
 #define WIDE(NAME, FORMAT, STREAM, ENDING, WORK, N, ...)                                                    \
     extern "C" __global__ void HOPPER_CLUSTER(N) __launch_bounds__(Hopper<N>::kThreads, Hopper<N>::kBlocks) \
         NAME##_##FORMAT##_##N(const __grid_constant__ PrefillExpertsArgs args) {                            \
-        prefill_wide<STREAM<Hopper<N>::kAhead>, ENDING, WORK, N, __VA_ARGS__>(args);                        \
+        prefill_wide<STREAM<Hopper<N>::kAhead>, ENDING, WORK<N>, N, __VA_ARGS__>(args);                     \
     }
 #define NARROW(NAME, FORMAT, PIECE, ENDING, WORK, N, ...)                                                     \
     extern "C" __global__ void __launch_bounds__(Narrow<PIECE, N, 1>::kThreads, Narrow<PIECE, N, 1>::kBlocks) \
         NAME##_##FORMAT##_##N(const __grid_constant__ PrefillExpertsArgs args) {                              \
-        prefill_narrow<PIECE, ENDING, WORK, N, 1, __VA_ARGS__>(args);                                         \
+        prefill_narrow<PIECE, ENDING, WORK<N>, N, 1, __VA_ARGS__>(args);                                      \
     }
 #define FEW(NAME, FORMAT, PIECE, WORK)                                                      \
     extern "C" __global__ void __launch_bounds__(Few<PIECE>::kThreads, Few<PIECE>::kBlocks) \
@@ -46,7 +48,7 @@ using FewDown = FewWork<128, 1, 128, 2, false>;
 #define ANY_CARD(NAME, FORMAT, STREAM, ENDING, WORK)                                  \
     extern "C" __global__ void __launch_bounds__(AnyCard::kThreads, AnyCard::kBlocks) \
         NAME##_##FORMAT##_mma(const __grid_constant__ PrefillExpertsArgs args) {      \
-        prefill_any_card<STREAM<8>, ENDING, WORK>(args);                              \
+        prefill_any_card<STREAM<8>, ENDING, WORK<AnyCard::kMost>>(args);              \
     }
 #define PRODUCT(NAME, FORMAT, STREAM, PIECE, ENDING, WORK, FEW_WORK)                             \
     WIDE(NAME, FORMAT, STREAM, ENDING, WORK, 256, 256, 224, 208, 192, 176, 160, 128, 96, 64, 32) \
