@@ -34,7 +34,7 @@ struct ExpertTile {
 };
 static_assert(sizeof(ExpertTile) == 16);
 
-// prefill_experts_up (x to act), prefill_experts_down (act to y); those for few rows also do the shared expert.
+// prefill_experts_up (x to act), prefill_experts_down (act to y).
 struct PrefillExpertsArgs {
     const __nv_bfloat16* x;   // panels, sorted by expert: up [32, sorted_rows, 64], down [8, sorted_rows, 64]
     const uint8_t* weights;   // up [256, 64, 4] tiles of gate and up rows, down [256, 128, 1] tiles
@@ -43,15 +43,15 @@ struct PrefillExpertsArgs {
     const ExpertTile* tiles;  // [n_tiles]
     const uint32_t* n_tiles;  // [1]
     uint32_t sorted_rows;     // of the buffers: a multiple of 8
-    // The shared expert's half over all rows; of prefill_experts_*_few alone.
-    uint32_t shared_rows;           // T, or 0: it is not wanted
+    // The shared expert's half over all rows; of prefill_experts_*_16 alone.
+    uint32_t shared_rows;           // T, or 0
     const __nv_bfloat16* shared_x;  // panels: up [32, panel_rows, 64], down [16, panel_rows, 64]
     const uint8_t* shared_weights;  // up [128, 4] tiles of gate and up rows, down [128, 2] tiles
     const float2* shared_scales;    // up [128] gate, up
     __nv_bfloat16* shared_out;      // up: panels [16, panel_rows, 64]; down: [T, 2048]
     uint32_t panel_rows;            // a multiple of 8, at least T
     float shared_scale;             // down
-    uint32_t* counter;              // of prefill_experts_*_few: [1], zero between launches
+    uint32_t* counter;              // of *_64 and *_16: [1], zero between launches
 };
 static_assert(sizeof(PrefillExpertsArgs) == 104 && offsetof(PrefillExpertsArgs, sorted_rows) == 48 &&
               offsetof(PrefillExpertsArgs, shared_x) == 56 && offsetof(PrefillExpertsArgs, panel_rows) == 88);

@@ -108,6 +108,7 @@ struct Unit {
 // Work of the kernels that take PrefillLinearArgs. Blocks beside each other in a cluster have the same columns.
 template <int kMost>
 struct LinearWork {
+    static constexpr int kColumns = kMost;
     using Args = PrefillLinearArgs;
     const Args& args;
 
@@ -122,15 +123,15 @@ struct LinearWork {
         const uint32_t stack = stacks(cluster), row = i / stack * kMost;
         return {(i % stack * cluster + rank) * kBlockStrips, row, min(args.rows - row, uint32_t(kMost)), kMost, 0};
     }
-    __device__ __forceinline__ const uint8_t* x(uint32_t panel, uint32_t row) const {
+    __device__ __forceinline__ const uint8_t* x(const Unit&, uint32_t panel, uint32_t row) const {
         return reinterpret_cast<const uint8_t*>(args.x) + (size_t(panel) * args.panel_rows + row) * kPanelRowBytes;
     }
-    __device__ __forceinline__ uint32_t k_tiles() const { return args.k_tiles; }
-    // A strip behind the end reads the last one, and is not written.
-    __device__ __forceinline__ size_t tile(const Unit& unit, uint32_t strip) const {
-        return size_t(min(unit.strip + strip, args.strips - 1)) * args.k_tiles;
+    __device__ __forceinline__ uint32_t k_tiles(const Unit&) const { return args.k_tiles; }
+    // Where a strip's tiles begin. A strip behind the end reads the last one, and is not written.
+    template <typename Tile>
+    __device__ __forceinline__ const uint8_t* weights(const Unit& unit, uint32_t strip) const {
+        return args.weights + size_t(min(unit.strip + strip, args.strips - 1)) * args.k_tiles * Tile::kBytes;
     }
-    __device__ __forceinline__ const uint8_t* weights() const { return args.weights; }
     __device__ __forceinline__ bool has(const Unit& unit, uint32_t strip) const {
         return unit.strip + strip < args.strips;
     }
@@ -138,38 +139,69 @@ struct LinearWork {
         return args.scales ? args.scales[min(unit.strip + strip, args.strips - 1)]
                            : make_float2(args.scale, args.scale);
     }
-    __device__ __forceinline__ void* out() const { return args.out; }
-    __device__ __forceinline__ size_t out_stride() const { return args.out_stride; }
+    __device__ __forceinline__ void* out(const Unit&) const { return args.out; }
+    __device__ __forceinline__ size_t out_stride(const Unit&) const { return args.out_stride; }
+    // Units go round.
+    __device__ __forceinline__ uint32_t* counter() const { return nullptr; }
 };
 
-// Work of the prefill_experts kernels: kStrips strips of kTiles tiles each expert.
-template <int kStrips, int kTiles, bool kPairs>
+// Work of the prefill_experts kernels: kStrips strips of kTiles tiles each expert. Those for up to 16 columns also do
+// the shared expert, over all rows: its units come first.
+template <int kMost, int kStrips, int kTiles, int kSharedStrips, int kSharedTiles, bool kPairs>
 struct ExpertsWork {
+    static constexpr int kColumns = kMost;
+    static constexpr uint32_t kShared = ~0u;  // as a unit's expert
     using Args = PrefillExpertsArgs;
     const Args& args;
 
-    __device__ __forceinline__ uint32_t stacks(uint32_t cluster) const { return kStrips / kBlockStrips / cluster; }
-    __device__ __forceinline__ uint32_t units(uint32_t cluster) const { return *args.n_tiles * stacks(cluster); }
+    __device__ __forceinline__ uint32_t units(uint32_t cluster) const {
+        return shared_units(cluster) + *args.n_tiles * (kStrips / kBlockStrips / cluster);
+    }
     __device__ __forceinline__ Unit at(uint32_t i, uint32_t cluster, uint32_t rank) const {
-        const uint32_t stack = stacks(cluster);
-        const uint4 tile = reinterpret_cast<const uint4*>(args.tiles)[i / stack];
-        return {(i % stack * cluster + rank) * kBlockStrips, tile.y, tile.z, tile.w, tile.x};
+        const uint32_t n_shared = shared_units(cluster);
+        if (i < n_shared) {
+            const uint32_t stack = kSharedStrips / kBlockStrips / cluster, row = i / stack * kMost;
+            const uint32_t rows = min(args.shared_rows - row, uint32_t(kMost));
+            return {(i % stack * cluster + rank) * kBlockStrips, row, rows, kMost, kShared};
+        }
+        const uint32_t stack = kStrips / kBlockStrips / cluster;
+        const uint4 tile = reinterpret_cast<const uint4*>(args.tiles)[(i - n_shared) / stack];
+        return {((i - n_shared) % stack * cluster + rank) * kBlockStrips, tile.y, tile.z, tile.w, tile.x};
     }
-    __device__ __forceinline__ const uint8_t* x(uint32_t panel, uint32_t row) const {
-        return reinterpret_cast<const uint8_t*>(args.x) + (size_t(panel) * args.sorted_rows + row) * kPanelRowBytes;
+    __device__ __forceinline__ const uint8_t* x(const Unit& unit, uint32_t panel, uint32_t row) const {
+        return reinterpret_cast<const uint8_t*>(shared(unit) ? args.shared_x : args.x) +
+               (size_t(panel) * panel_rows(unit) + row) * kPanelRowBytes;
     }
-    __device__ __forceinline__ uint32_t k_tiles() const { return kTiles; }
-    __device__ __forceinline__ size_t tile(const Unit& unit, uint32_t strip) const {
-        return size_t(unit.expert * kStrips + unit.strip + strip) * kTiles;
+    __device__ __forceinline__ uint32_t k_tiles(const Unit& unit) const { return shared(unit) ? kSharedTiles : kTiles; }
+    template <typename Tile>
+    __device__ __forceinline__ const uint8_t* weights(const Unit& unit, uint32_t strip) const {
+        if (shared(unit)) return args.shared_weights + size_t(unit.strip + strip) * kSharedTiles * Tile::kBytes;
+        return args.weights + size_t(unit.expert * kStrips + unit.strip + strip) * kTiles * Tile::kBytes;
     }
-    __device__ __forceinline__ const uint8_t* weights() const { return args.weights; }
     __device__ __forceinline__ bool has(const Unit&, uint32_t) const { return true; }
-    __device__ __forceinline__ float2 scales(const Unit& unit, uint32_t) const {
-        if (kPairs) return reinterpret_cast<const float2*>(args.scales)[unit.expert];
-        return make_float2(args.scales[unit.expert], args.scales[unit.expert]);
+    __device__ __forceinline__ float2 scales(const Unit& unit, uint32_t strip) const {
+        if (kPairs)
+            return shared(unit) ? args.shared_scales[unit.strip + strip]
+                                : reinterpret_cast<const float2*>(args.scales)[unit.expert];
+        const float scale = shared(unit) ? args.shared_scale : args.scales[unit.expert];
+        return make_float2(scale, scale);
     }
-    __device__ __forceinline__ void* out() const { return args.out; }
-    __device__ __forceinline__ size_t out_stride() const { return kPairs ? args.sorted_rows : kStrips * kTileRows; }
+    __device__ __forceinline__ void* out(const Unit& unit) const { return shared(unit) ? args.shared_out : args.out; }
+    __device__ __forceinline__ size_t out_stride(const Unit& unit) const {
+        return kPairs ? panel_rows(unit) : kStrips * kTileRows;
+    }
+    // Of those that are dealt out, or null.
+    __device__ __forceinline__ uint32_t* counter() const { return args.counter; }
+
+private:
+    static __device__ __forceinline__ bool shared(const Unit& unit) { return kMost <= 16 && unit.expert == kShared; }
+    __device__ __forceinline__ uint32_t shared_units(uint32_t cluster) const {
+        if (kMost > 16) return 0;
+        return (args.shared_rows + kMost - 1) / kMost * (kSharedStrips / kBlockStrips / cluster);
+    }
+    __device__ __forceinline__ uint32_t panel_rows(const Unit& unit) const {
+        return shared(unit) ? args.panel_rows : args.sorted_rows;
+    }
 };
 
 // Rows of bf16 in natural order.
@@ -187,9 +219,10 @@ struct Bf16Rows {
     static __device__ __forceinline__ void write(const float (&d)[W / 2], const Work& work, const Unit& unit,
                                                  float2 scales, const Place& at, uint8_t* shared) {
         constexpr int kColumns = columns(W);
-        uint8_t* mine = shared + at.thread / 32 * kColumns * kColumnBytes;
+        // The same place for all widths: other warps may be at a unit of another.
+        uint8_t* mine = shared + at.thread / 32 * columns(Work::kColumns) * kColumnBytes;
         const int column = at.lane / 2, part = at.lane % 2;
-        __nv_bfloat16* out = static_cast<__nv_bfloat16*>(work.out()) + (unit.row + column) * work.out_stride() +
+        __nv_bfloat16* out = static_cast<__nv_bfloat16*>(work.out(unit)) + (unit.row + column) * work.out_stride(unit) +
                              (unit.strip + strip(at.warp)) * kTileRows + 8 * part;
         const bool has = work.has(unit, strip(at.warp));
 #pragma unroll
@@ -205,7 +238,7 @@ struct Bf16Rows {
 #pragma unroll
             for (int e = 0; e < kColumns && c + e < W; e += 16)
                 if (has && c + e + column < unit.rows && e + column < W)
-                    *reinterpret_cast<uint4*>(out + (c + e) * work.out_stride()) =
+                    *reinterpret_cast<uint4*>(out + (c + e) * work.out_stride(unit)) =
                         *reinterpret_cast<const uint4*>(mine + (e + column) * kColumnBytes + 16 * part);
             __syncwarp();
         }
@@ -236,7 +269,7 @@ struct F32Rows {
     template <int W, typename Work>
     static __device__ __forceinline__ void write(const float (&d)[W / 2], const Work& work, const Unit& unit,
                                                  float2 scales, const Place& at, uint8_t*) {
-        float* out = static_cast<float*>(work.out()) + (unit.row + 2 * at.t) * work.out_stride() +
+        float* out = static_cast<float*>(work.out(unit)) + (unit.row + 2 * at.t) * work.out_stride(unit) +
                      (unit.strip + strip(at.warp)) * kTileRows + at.g;
         if (!work.has(unit, strip(at.warp))) return;
 #pragma unroll
@@ -245,7 +278,7 @@ struct F32Rows {
 #pragma unroll
             for (int q = 0; q < 2; ++q)
                 if (8 * c + 2 * at.t + q < unit.rows) {
-                    float* to = out + (8 * c + q) * work.out_stride();
+                    float* to = out + (8 * c + q) * work.out_stride(unit);
                     to[0] = d[4 * c + q] * scales.x;
                     to[8] = d[4 * c + 2 + q] * scales.y;
                 }
@@ -268,7 +301,8 @@ struct SwigluPanels {
     static __device__ __forceinline__ void write(const float (&d)[W / 2], const Work& work, const Unit& unit,
                                                  float2 scales, const Place& at, uint8_t* shared) {
         const int group = at.warp / 4, word = at.warp % 4;
-        uint8_t* mine = shared + at.thread / 128 * W * kColumnBytes;
+        // The same place for all widths: the other group may be at a unit of another.
+        uint8_t* mine = shared + at.thread / 128 * Work::kColumns * kColumnBytes;
 #pragma unroll
         for (int c = 0; c < W / 8; ++c) {
             if (8 * c >= unit.rows) break;
@@ -280,8 +314,8 @@ struct SwigluPanels {
                 transpose(pack_bf16(first, second));
         }
         sync(group);
-        uint8_t* out = static_cast<uint8_t*>(work.out()) +
-                       (unit.strip / kBlockStrips * work.out_stride() + unit.row) * kPanelRowBytes;
+        uint8_t* out = static_cast<uint8_t*>(work.out(unit)) +
+                       (unit.strip / kBlockStrips * work.out_stride(unit) + unit.row) * kPanelRowBytes;
         for (int i = at.thread % 128; i < W * 4; i += 128) {
             const int column = i / 4;
             if (column >= unit.rows) break;

@@ -53,12 +53,12 @@ __device__ __forceinline__ void prefill_any_card(const typename Work::Args& args
     Stream weights;
     for (uint32_t i = blockIdx.x; i < units; i += gridDim.x) {
         const Unit unit = work.at(i, 1, 0);
-        const uint8_t* tile = work.weights() + work.tile(unit, strip) * Stream::kBytes;
-        const int k_tiles = work.k_tiles(), panels = kChunks * k_tiles;
+        const uint8_t* tile = work.template weights<Stream>(unit, strip);
+        const int k_tiles = work.k_tiles(unit), panels = kChunks * k_tiles;
         const uint32_t rows = (unit.rows + 7) / 8 * 8;
         weights.prime(tile, lane);
 #pragma unroll
-        for (int p = 0; p < kStages - 1; ++p) ask_panel(stage(p), work.x(p, unit.row), rows);
+        for (int p = 0; p < kStages - 1; ++p) ask_panel(stage(p), work.x(unit, p, unit.row), rows);
         float d[kMost / 8][4] = {};
 #pragma unroll 1
         for (int kt = 0; kt < k_tiles; ++kt) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void prefill_any_card(const typename Work::Args& args
                 asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
                 // The panel has come for all, and all are done with the one before, whose stage is filled again.
                 __syncthreads();
-                ask_panel(stage(ahead), work.x(min(ahead, panels - 1), unit.row), ahead < panels ? rows : 0);
+                ask_panel(stage(ahead), work.x(unit, min(ahead, panels - 1), unit.row), ahead < panels ? rows : 0);
                 multiply_panel(d, a, stage(panel), rows, lane);
                 weights.refill(c, tile, next, lane);
             }

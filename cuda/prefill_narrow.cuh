@@ -2,7 +2,8 @@
 //
 // Weights come through shared memory too: a ring of stages with a piece of each strip and the panels that it meets,
 // all brought by one thread, so that far more is on its way than registers would hold. The first weights are requested
-// before the kernels in front have ended.
+// before the kernels in front have ended. That thread also says which unit a stage belongs to: where the work has a
+// counter, units are dealt out to whoever is done, since multiprocessors get unequal shares of the bandwidth.
 #pragma once
 
 #include "barrier.cuh"
@@ -26,10 +27,11 @@ struct Narrow {
 
 // A whole NVFP4 tile of a strip.
 struct Nvfp4Piece {
+    using Tile = Nvfp4Tile;
     static constexpr int kChunks = 8;
     static constexpr int kTilePieces = 1;
-    static constexpr int kBytes = Nvfp4Tile::kBytes;
-    static constexpr float kWeightScale = Nvfp4Tile::kWeightScale;
+    static constexpr int kBytes = Tile::kBytes;
+    static constexpr float kWeightScale = Tile::kWeightScale;
     const uint4* lines;  // the lane's words of the piece
     uint4 scales;
 
@@ -51,10 +53,11 @@ struct Nvfp4Piece {
 
 // A quarter of a BF16 tile.
 struct Bf16Piece {
+    using Tile = Bf16Tile;
     static constexpr int kChunks = 2;
     static constexpr int kTilePieces = 4;
-    static constexpr int kBytes = Bf16Tile::kBytes / kTilePieces;
-    static constexpr float kWeightScale = Bf16Tile::kWeightScale;
+    static constexpr int kBytes = Tile::kBytes / kTilePieces;
+    static constexpr float kWeightScale = Tile::kWeightScale;
     const uint4* lines;
 
     __device__ __forceinline__ Bf16Piece(const uint8_t* piece, int lane)
@@ -81,39 +84,70 @@ template <typename Shape, typename Piece, typename Work>
 struct Filler {
     const Ring<Shape>& ring;
     const Work& work;
-    uint32_t i, step, units;
+    Unit* units;  // [kStages], for the consumers
+    uint32_t i, step, n;
     Unit unit;
-    int piece = 0, pieces;
+    int piece = 0;
 
-    __device__ __forceinline__ Filler(const Ring<Shape>& ring, const Work& work, uint32_t first, uint32_t step)
-        : ring(ring),
-          work(work),
-          i(first),
-          step(step),
-          units(work.units(1)),
-          pieces(Piece::kTilePieces * work.k_tiles()) {
-        if (i < units) unit = work.at(i, 1, 0);
+    __device__ __forceinline__ Filler(const Ring<Shape>& ring, const Work& work, Unit* units, uint32_t first,
+                                      uint32_t step)
+        : ring(ring), work(work), units(units), i(first), step(step), n(work.units(1)) {
+        find();
     }
-    __device__ __forceinline__ bool done() const { return i >= units; }
+    __device__ __forceinline__ bool done() const { return i >= n; }
     __device__ __forceinline__ uint32_t rows() const { return (unit.rows + 7) / 8 * 8; }
     template <typename Strip>
     __device__ __forceinline__ void weights(uint32_t stage, Strip strip) const {
+        units[stage] = unit;
         barrier_expect(ring.full(stage), Piece::kChunks * rows() * kPanelRowBytes + Shape::kStrips * Piece::kBytes);
         for (int s = 0; s < Shape::kStrips; ++s)
             bulk_copy(ring.at(stage) + Shape::kXBytes + s * Piece::kBytes,
-                      work.weights() + (work.tile(unit, strip(s)) * Piece::kTilePieces + piece) * Piece::kBytes,
+                      work.template weights<typename Piece::Tile>(unit, strip(s)) + piece * Piece::kBytes,
                       Piece::kBytes, ring.full(stage));
     }
     __device__ __forceinline__ void x(uint32_t stage) const {
         for (int p = 0; p < Piece::kChunks; ++p)
-            bulk_copy(ring.at(stage) + p * unit.width * kPanelRowBytes, work.x(piece * Piece::kChunks + p, unit.row),
-                      rows() * kPanelRowBytes, ring.full(stage));
+            bulk_copy(ring.at(stage) + p * unit.width * kPanelRowBytes,
+                      work.x(unit, piece * Piece::kChunks + p, unit.row), rows() * kPanelRowBytes, ring.full(stage));
     }
-    __device__ __forceinline__ void advance() {
-        if (++piece < pieces) return;
+    // To the next piece; `next` is the unit behind this.
+    template <typename Next>
+    __device__ __forceinline__ void advance(Next next) {
+        if (++piece < Piece::kTilePieces * work.k_tiles(unit)) return;
         piece = 0;
-        i += step;
-        if (i < units) unit = work.at(i, 1, 0);
+        i = next(i);
+        find();
+    }
+
+private:
+    __device__ __forceinline__ void find() {
+        if (!done()) unit = work.at(i, 1, 0);
+    }
+};
+
+// Which unit of a block comes after unit i. The first two go by rounds, so that their weights can be requested before
+// the wait, and so do all without a counter. The others are dealt out, each asked for during the one before.
+struct Deal {
+    uint32_t* counter;
+    uint32_t step, n, asked = 0;
+
+    __device__ __forceinline__ Deal(uint32_t* counter, uint32_t step, uint32_t n) : counter(counter), step(step), n(n) {
+        ask();
+    }
+    __device__ __forceinline__ uint32_t behind(uint32_t i) {
+        if (!counter || i < step) return i + step;
+        const uint32_t dealt = 2 * step + asked;
+        if (dealt < n) ask();
+        return dealt;
+    }
+    // Every block asks once in vain; the last to do so leaves the counter as it was.
+    __device__ __forceinline__ void end() const {
+        if (counter && asked == max(n, 2 * step) - 2 * step + gridDim.x - 1) *counter = 0;
+    }
+
+private:
+    __device__ __forceinline__ void ask() {
+        if (counter) asked = atomicAdd(counter, 1u);
     }
 };
 
@@ -155,14 +189,14 @@ __device__ __forceinline__ void do_narrow_unit(Ring<Shape>& ring, const Work& wo
         if (unit.width < W)
             return do_narrow_unit<Ending, Shape, Piece, kRest...>(ring, work, unit, shared, first_warp, ending);
     }
+    float2 scales = work.scales(unit, Ending::strip(first_warp + threadIdx.x / 32));
+    scales.x *= Piece::kWeightScale;
+    scales.y *= Piece::kWeightScale;
     float d[W / 2];
 #pragma unroll
     for (int i = 0; i < W / 2; ++i) d[i] = 0.0f;
-    multiply_pieces<W, Shape, Piece>(d, ring, shared, Piece::kTilePieces * work.k_tiles(), threadIdx.x % 32);
+    multiply_pieces<W, Shape, Piece>(d, ring, shared, Piece::kTilePieces * work.k_tiles(unit), threadIdx.x % 32);
     const Place at(first_warp);
-    float2 scales = work.scales(unit, Ending::strip(at.warp));
-    scales.x *= Piece::kWeightScale;
-    scales.y *= Piece::kWeightScale;
     Ending::template write<W>(d, work, unit, scales, at, ending);
 }
 
@@ -172,6 +206,8 @@ __device__ __forceinline__ void prefill_narrow(const typename Work::Args& args) 
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* ending = shared + Shape::kStages * Shape::kStageBytes;
     const Ring<Shape> ring{shared_address(shared), shared_address(ending + Ending::shared_bytes(kMost) / kSplit)};
+    Unit* units =
+        reinterpret_cast<Unit*>(ending + Ending::shared_bytes(kMost) / kSplit + 2 * sizeof(uint64_t) * Shape::kStages);
     const Work work{args};
     const uint32_t first = blockIdx.x / kSplit, step = gridDim.x / kSplit;
     const int first_warp = blockIdx.x % kSplit * Shape::kStrips;
@@ -188,15 +224,18 @@ __device__ __forceinline__ void prefill_narrow(const typename Work::Args& args) 
     if (threadIdx.x >= Shape::kConsumers) {
         if (elect_one()) {
             auto strip = [&](int s) { return Ending::strip(first_warp + s); };
-            using Fill = Filler<Shape, Piece, Work>;
-            Fill fill(ring, work, first, step);
+            Filler<Shape, Piece, Work> fill(ring, work, units, first, step), ahead = fill;
+            // The first two units are known.
+            auto known = [&](uint32_t i) { return i + step; };
             int early = 0;
-            for (Fill ahead = fill; early < Shape::kStages && !ahead.done(); ++early, ahead.advance())
+            for (; early < Shape::kStages && ahead.i < 2 * step && !ahead.done(); ++early, ahead.advance(known))
                 ahead.weights(early, strip);
             pdl_wait();
             pdl_launch();
+            Deal deal(work.counter(), step, fill.n);
+            auto dealt = [&](uint32_t i) { return deal.behind(i); };
             Ring<Shape> at = ring;
-            for (; !fill.done(); fill.advance(), at.advance()) {
+            for (; !fill.done(); fill.advance(dealt), at.advance()) {
                 if (early > 0) {
                     --early;
                 } else {
@@ -206,14 +245,21 @@ __device__ __forceinline__ void prefill_narrow(const typename Work::Args& args) 
                 }
                 fill.x(at.stage);
             }
+            barrier_wait(ring.empty(at.stage), at.parity ^ 1);
+            units[at.stage].rows = 0;  // no more come
+            barrier_arrive(ring.full(at.stage));
+            deal.end();
         }
     } else {
-        const uint32_t units = work.units(1);
         pdl_wait();
         pdl_launch();
         Ring<Shape> mine = ring;
-        for (uint32_t i = first; i < units; i += step)
-            do_narrow_unit<Ending, Shape, Piece, kWidths...>(mine, work, work.at(i, 1, 0), shared, first_warp, ending);
+        while (true) {
+            barrier_wait(ring.full(mine.stage), mine.parity);
+            const Unit unit = units[mine.stage];
+            if (unit.rows == 0) break;
+            do_narrow_unit<Ending, Shape, Piece, kWidths...>(mine, work, unit, shared, first_warp, ending);
+        }
     }
 }
 

@@ -59,9 +59,9 @@ template <typename Shape, typename Work>
 __device__ __forceinline__ void bring(Ring<Shape> ring, const Work& work, uint32_t i, uint32_t step) {
     constexpr uint32_t kCluster = Shape::kCluster;
     const uint32_t rank = cluster_rank(), units = work.units(kCluster);
-    const int n_panels = kChunks * work.k_tiles();
     for (; i < units; i += step) {
         const Unit unit = work.at(i, kCluster, rank);
+        const int n_panels = kChunks * work.k_tiles(unit);
         const uint32_t rows = (unit.rows + 7) / 8 * 8, share = (rows / 8 + kCluster - 1) / kCluster * 8;
         const uint32_t first = min(rank * share, rows), mine = min(share, rows - first) * kPanelRowBytes;
         const int panels = Shape::panels(unit.width);
@@ -70,7 +70,7 @@ __device__ __forceinline__ void bring(Ring<Shape> ring, const Work& work, uint32
             barrier_expect(ring.full(ring.stage), panels * rows * kPanelRowBytes);
             uint32_t to = ring.at(ring.stage) + first * kPanelRowBytes;
             do {
-                const uint8_t* from = work.x(panel, unit.row + first);
+                const uint8_t* from = work.x(unit, panel, unit.row + first);
                 if (mine > 0) bulk_copy_all(to, from, mine, ring.full(ring.stage), (1 << kCluster) - 1);
                 to += unit.width * kPanelRowBytes;
             } while (++panel % panels > 0);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void do_unit(Ring<Shape>& ring, Stream& weights, cons
     float d[W / 2];
 #pragma unroll
     for (int i = 0; i < W / 2; ++i) d[i] = 0.0f;
-    multiply<W>(d, ring, weights, tile, next, work.k_tiles(), threadIdx.x % 32);
+    multiply<W>(d, ring, weights, tile, next, work.k_tiles(unit), threadIdx.x % 32);
     const Place at(0);
     Ending::template write<W>(d, work, unit, scales, at, shared);
 }
@@ -167,7 +167,7 @@ __device__ __forceinline__ void prefill_wide(const typename Work::Args& args) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int lane = threadIdx.x % 32, strip = Ending::strip(threadIdx.x / 32);
         const uint32_t units = work.units(kCluster);
-        auto tile_of = [&](const Unit& unit) { return work.weights() + work.tile(unit, strip) * Stream::kBytes; };
+        auto tile_of = [&](const Unit& unit) { return work.template weights<Stream>(unit, strip); };
         Stream weights;
         const uint8_t* tile = nullptr;
         if (first < units) {

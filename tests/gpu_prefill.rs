@@ -310,7 +310,7 @@ unsafe fn run_experts(
     pdl: bool,
 ) {
     let panel_rows = rows.next_multiple_of(ROWS_STEP);
-    let shared_rows = if way == Way::Few { rows as u32 } else { 0 };
+    let shared_rows = if way.shares() { rows as u32 } else { 0 };
     let up = PrefillExpertsArgs {
         x: b.gathered.address(),
         weights: moe.gate_up[0].address(),
@@ -370,7 +370,7 @@ unsafe fn run_experts(
     unsafe {
         gpu.launch(up_kernel, up_launch, pdl, &up);
         gpu.launch(down_kernel, down_launch, pdl, &down);
-        if way != Way::Few {
+        if !way.shares() {
             let (kernel, launch) = products.swiglu(format, &shared_up);
             gpu.launch(kernel, launch, pdl, &shared_up);
             let (kernel, launch) = products.linear(format, &shared_down);

@@ -2,12 +2,11 @@
 
 use std::mem::offset_of;
 
-use super::{Kernel, Launch};
+use super::{Kernel, Launch, kernel};
 use crate::{checkpoint::DType, tiles::TileFormat};
 
 /// Random values in fp32.
-pub const SYNTHETIC_F32: Kernel =
-    Kernel { symbol: c"synthetic_f32", args_bytes: size_of::<SyntheticArgs>(), pdl: false };
+pub const SYNTHETIC_F32: Kernel = Kernel { pdl: false, ..kernel::<SyntheticArgs>(c"synthetic_f32") };
 
 /// Random values in BF16.
 pub const SYNTHETIC_BF16: Kernel = Kernel { symbol: c"synthetic_bf16", ..SYNTHETIC_F32 };
@@ -59,7 +58,7 @@ pub fn synthetic_launch(n_elements: u64, dtype: DType) -> Option<Launch> {
 }
 
 /// NVFP4 blocks in GGUF order to tiles.
-pub const REPACK_NVFP4: Kernel = Kernel { symbol: c"repack_nvfp4", args_bytes: size_of::<RepackArgs>(), pdl: false };
+pub const REPACK_NVFP4: Kernel = Kernel { pdl: false, ..kernel::<RepackArgs>(c"repack_nvfp4") };
 
 /// BF16 rows to tiles.
 pub const REPACK_BF16: Kernel = Kernel { symbol: c"repack_bf16", ..REPACK_NVFP4 };

@@ -29,11 +29,14 @@ pub struct Kernel {
     pub args_bytes: usize,
     /// Whether it waits for the kernels before it, and so may be launched before they end.
     pub pdl: bool,
+    /// Whether it wants all of a multiprocessor's memory as shared memory, so that two of its blocks fit. It does not start
+    /// beside kernels that want less.
+    pub all_shared: bool,
 }
 
 /// A kernel of a step, whose argument is an `A`.
 const fn kernel<A>(symbol: &'static CStr) -> Kernel {
-    Kernel { symbol, args_bytes: size_of::<A>(), pdl: true }
+    Kernel { symbol, args_bytes: size_of::<A>(), pdl: true, all_shared: false }
 }
 
 /// A name that was put together, with a zero byte behind it.

@@ -17,6 +17,8 @@ pub const PANEL: usize = 64;
 pub const ROWS_STEP: usize = 8;
 /// Strips of a unit of work.
 const UNIT_STRIPS: usize = 8;
+/// What one thread tells the others of it.
+const UNIT_BYTES: usize = 20;
 /// Chunks of a tile, one a panel.
 const TILE_PANELS: usize = TILE_COLS / PANEL;
 /// Bytes of a row of a panel.
@@ -68,7 +70,7 @@ pub struct PrefillExpertsArgs {
     pub n_tiles: u64,
     /// Rows of a panel, at least [`sorted_rows`].
     pub sorted_rows: u32,
-    /// T, for the shared expert's half over all rows, or 0. What follows is of that, which [`Way::Few`] alone does.
+    /// T, or 0. From here on: the shared expert's half over all rows, of ways that do it, see [`Way::shares`].
     pub shared_rows: u32,
     /// Panels: up `[32, panel_rows, 64]` bf16, down `[16, panel_rows, 64]`.
     pub shared_x: u64,
@@ -82,7 +84,7 @@ pub struct PrefillExpertsArgs {
     pub panel_rows: u32,
     /// Down.
     pub shared_scale: f32,
-    /// `[1]` u32 of [`Way::Few`], zero between launches.
+    /// `[1]` u32 by which [`Way::Narrow`] deals out its units, zero between launches.
     pub counter: u64,
 }
 
@@ -104,16 +106,12 @@ pub enum Way {
     Wide(usize),
     /// `prefill_narrow.cuh`, 64 or 16.
     Narrow(usize),
-    /// `prefill_few.cuh`, of experts; the shared one beside the others.
-    Few,
     /// `prefill_mma.cuh`.
     AnyCard,
 }
 
 /// Columns of [`Way::AnyCard`].
 const ANY_CARD_COLUMNS: usize = 64;
-/// Columns of a tile of [`Way::Few`].
-const FEW_COLUMNS: usize = 16;
 
 /// One operation, compiled for each format and several ways to do it. All give the same bits.
 #[derive(Debug)]
@@ -164,15 +162,19 @@ macro_rules! product {
         pub static $product: Product = Product {
             ways: &[$($way),*],
             kernels: [
-                &[$(product!(@ $name, "_nvfp4_", $suffix, $args)),*],
-                &[$(product!(@ $name, "_bf16_", $suffix, $args)),*],
+                &[$(product!(@ $name, "_nvfp4_", $suffix, $args, $way, $ending, $experts)),*],
+                &[$(product!(@ $name, "_bf16_", $suffix, $args, $way, $ending, $experts)),*],
             ],
             ending: Ending::$ending,
             experts: $experts,
         };
     };
-    (@ $name:literal, $format:literal, $suffix:literal, $args:ty) => {
-        kernel::<$args>(symbol(concat!($name, $format, $suffix, "\0").as_bytes()))
+    (@ $name:literal, $format:literal, $suffix:literal, $args:ty, $way:expr, $ending:ident, $experts:literal) => {
+        Kernel {
+            // The others are too short to wait for an empty multiprocessor.
+            all_shared: ($experts || matches!(Ending::$ending, Ending::F32Rows)) && matches!($way, Way::Narrow(16)),
+            ..kernel::<$args>(symbol(concat!($name, $format, $suffix, "\0").as_bytes()))
+        }
     };
     ($(#[$doc:meta])* linear $product:ident, $name:literal, $ending:ident) => {
         product!($(#[$doc])* $product, $name, PrefillLinearArgs, $ending, false, [
@@ -182,7 +184,7 @@ macro_rules! product {
     };
     ($(#[$doc:meta])* experts $product:ident, $name:literal, $ending:ident) => {
         product!($(#[$doc])* $product, $name, PrefillExpertsArgs, $ending, true, [
-            Way::Wide(256) => "256", Way::Narrow(64) => "64", Way::Few => "few", Way::AnyCard => "mma"
+            Way::Wide(256) => "256", Way::Narrow(64) => "64", Way::Narrow(16) => "16", Way::AnyCard => "mma"
         ]);
     };
 }
@@ -248,14 +250,14 @@ impl Products {
 
     /// Whether [`Self::experts_up`] and [`Self::experts_down`] for T rows do the shared expert too.
     pub fn experts_share(self, rows: usize) -> bool {
-        self.experts_way(rows) == Way::Few
+        self.experts_way(rows).shares()
     }
 
     /// By what was measured on an H200 with random routing, see benches/notes.md.
     fn experts_way(self, rows: usize) -> Way {
         match rows {
             _ if !self.hopper => Way::AnyCard,
-            0..=512 => Way::Few,
+            0..=512 => Way::Narrow(16),
             513..=3072 => Way::Narrow(64),
             _ => Way::Wide(256),
         }
@@ -277,7 +279,7 @@ impl Products {
             (Way::Narrow(64), 1) => (270, 1500),
             (Way::Narrow(64), _) => (if bf16 { 200 } else { 148 }, 1500),
             (Way::Narrow(_), _) => (if bf16 { 130 } else { 95 }, 1500),
-            (Way::Few | Way::AnyCard, _) => (500, 2500),
+            (Way::AnyCard, _) => (500, 2500),
         };
         let shape = Shape::of(product, format, way);
         // Two blocks of a multiprocessor take twice as long.
@@ -315,7 +317,7 @@ impl Products {
         let most_units = expert_tiles(rows, way.columns() as u32) * stacks.div_ceil(shape.cluster);
         let experts = distinct_experts(EXPERTS, CHOSEN, rows);
         let mut bytes = experts * tiles * format.tile_bytes() + CHOSEN * rows * 2 * (x + out);
-        if way == Way::Few {
+        if way.shares() {
             // Twice as wide.
             let (x, out) = if up { (HIDDEN, SHARED_WIDTH) } else { (SHARED_WIDTH, HIDDEN) };
             bytes += 2 * tiles * format.tile_bytes() + rows * 2 * (x + out);
@@ -339,17 +341,21 @@ impl Products {
 }
 
 impl Way {
+    /// Whether the experts' kernels do the shared expert too.
+    pub fn shares(self) -> bool {
+        self == Self::Narrow(16)
+    }
+
     /// Most columns at once.
     pub fn columns(self) -> usize {
         match self {
             Self::Wide(columns) | Self::Narrow(columns) => columns,
-            Self::Few => FEW_COLUMNS,
             Self::AnyCard => ANY_CARD_COLUMNS,
         }
     }
 }
 
-/// The geometry of a kernel: `Hopper`, `Narrow`, `Few` and `AnyCard` of `cuda/prefill_*.cuh`.
+/// The geometry of a kernel: `Hopper`, `Narrow` and `AnyCard` of `cuda/prefill_*.cuh`.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     columns: usize,
@@ -387,18 +393,8 @@ impl Shape {
                 let blocks = if columns <= 16 && format == TileFormat::Nvfp4 { 2 } else { 1 };
                 let stage = chunks * columns * PANEL_ROW_BYTES + strips * piece;
                 let stages = ((208 << 10) / blocks / stage).min(12);
-                let shared_bytes = stages * (stage + 16) + ending / split;
+                let shared_bytes = stages * (stage + 16 + UNIT_BYTES) + ending / split;
                 Self { columns, threads: 32 * strips + 32, blocks, cluster: 1, together: split, shared_bytes }
-            }
-            Way::Few => {
-                let (warps, slots, pages, ranges) = (16, 2, 8, 16);
-                let piece = match format {
-                    TileFormat::Nvfp4 => format.tile_bytes(),
-                    TileFormat::Bf16 => format.tile_bytes() / 4,
-                };
-                let page = TILE_PANELS * ROWS_STEP * PANEL_ROW_BYTES;
-                let shared_bytes = pages * (page + 16) + warps * slots * (piece + 8) + ranges * 16 + 16;
-                Self { columns, threads: 32 * (warps + 2), blocks: 1, cluster: 1, together: 1, shared_bytes }
             }
             Way::AnyCard => {
                 let shared_bytes = 4 * columns * PANEL_ROW_BYTES + ending;

@@ -23,7 +23,7 @@ use crate::{
 
 /// Percent of an SM's memory that kernels of a chain want as shared memory. A block starts beside those of the kernel before
 /// only where both want the same. 100 of Hopper's 228 KB hold two kernels, see `Launch::on_each`; the rest is needed as L1
-/// cache, through which weights pass.
+/// cache, through which weights pass. [`Kernel::all_shared`] is for those whose weights do not.
 const SHARED_PERCENT: c_int = 43;
 /// Shared memory that every kernel may use without asking.
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
@@ -94,7 +94,8 @@ impl Module {
             sys::cuFuncLoad(raw).result()?;
             if kernel.pdl {
                 let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
-                sys::cuFuncSetAttribute(raw, attribute, SHARED_PERCENT).result()?;
+                let percent = if kernel.all_shared { 100 } else { SHARED_PERCENT };
+                sys::cuFuncSetAttribute(raw, attribute, percent).result()?;
             }
             Ok(raw)
         }
