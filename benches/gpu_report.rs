@@ -4,7 +4,7 @@
 //! [--batches 1,8,64,256] [--out FILE]`; keys and values of the cache are random, prompts are not run.
 //!
 //! With `--prefill 512,8192 [--chunk 8192]` whole prompts instead, in columns of their own; with `--load FOLDER` how long a
-//! file of that size takes from the page cache to the GPU.
+//! file of the model's size takes from the page cache to the GPU.
 
 #[cfg(feature = "cuda")]
 fn main() {

@@ -96,7 +96,7 @@ static_assert(sizeof(GeneralAttentionArgs) == 88 && offsetof(GeneralAttentionArg
 
 struct GeneralRouterArgs {
     const float* logits;  // [B, E]
-    uint32_t* experts;    // [B, K], in ascending order
+    uint32_t* experts;    // [B, K], ascending by index
     float* weights;       // [B, K]
     uint32_t n_experts;   // E, at most 1024
     uint32_t chosen;      // K, at most 32 and E

@@ -18,9 +18,8 @@ __device__ __forceinline__ float nvfp4_code(uint32_t nibble) {
     return __uint_as_float((nibble & 8) << 28 | (nibble & 7) << 22) * 0x1p126f;
 }
 
-// use(k, value) for every value of a row, without the scale of the tensor; exact. Lane i of half a warp has k = i, i +
-// 16,
-// ..., in ascending order.
+// use(k, value) for every value of a row, without the scale of the tensor; exact. Lane i of half a warp has values i,
+// i + 16, and so on, in ascending order.
 template <typename Use>
 __device__ __forceinline__ void for_each_value(uint32_t type, const uint8_t* row, uint32_t cols, int lane, Use use) {
     if (type == kF32) {

@@ -9,10 +9,9 @@
 // bf16; all else is fp32.
 //
 // launch   general_qkv_finish: grid (ceil((H + 2 G) / 8), B), a warp a head; general_attention: grid (H, B); block 256
-// order    that of src/cpu/reference/: the bits are the same. It divides before it rounds a probability, so the largest
-//          score comes first, then the sum of a block of 64 positions by one thread, then a dim by one thread
-// bound    latency; a query head reads all K and V of its group by itself, and K three times if it sees more than 4,096
-//          positions
+// order    that of src/cpu/reference/: the bits are the same. First the largest score; then the sum, a thread adding a
+//          block of 64 positions; then the output, a thread adding a dim
+// bound    latency; a query head reads all K and V of its group by itself, K three times if that is more than 64 blocks
 // PDL      both wait first, then trigger
 
 #include "args_general.h"

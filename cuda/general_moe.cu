@@ -9,7 +9,7 @@
 // in, out  see args_general.h
 // launch   general_router: grid B, block 32; general_swiglu: grid (ceil(rows / 8), K, B), block 256, a warp a row, half
 //          for gate and half for up; general_experts_down: grid (ceil(rows / 2), B), block 256, 8 halves of warps a
-//          row, one a choice
+//          row, which take the choices and the shared expert in turn
 // order    that of src/cpu/reference/: the bits are the same
 // bound    memory: the matrices of every choice
 // PDL      all wait first, then trigger
@@ -80,10 +80,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) general_swiglu(const __gr
     const uint32_t expert = args.experts == nullptr ? 0 : args.experts[b * chosen + j];
     const __nv_bfloat16* x = static_cast<const __nv_bfloat16*>(args.x) + uint64_t(b) * args.cols;
     const GeneralMatrix& matrix = half == 0 ? args.gate : args.up;
-    const float gate = dot_row(matrix, expert, r, args.cols, x, threadIdx.x % kSums);
-    const float up = __shfl_down_sync(~0u, gate, kSums);
+    const float product = dot_row(matrix, expert, r, args.cols, x, threadIdx.x % kSums);
+    const float up = __shfl_down_sync(~0u, product, kSums);
     __nv_bfloat16* act = static_cast<__nv_bfloat16*>(args.act) + (uint64_t(b) * chosen + j) * args.rows;
-    if (threadIdx.x % 32 == 0) act[r] = __float2bfloat16_rn(reference_silu(gate) * up);
+    if (threadIdx.x % 32 == 0) act[r] = __float2bfloat16_rn(reference_silu(product) * up);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

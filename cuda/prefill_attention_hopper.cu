@@ -276,7 +276,7 @@ __device__ __forceinline__ void consume(const PrefillAttentionArgs& args, uint32
         barrier_wait(shared_address(&control->item_full[place.index]), place.phase);
         const PrefillTile tile = uniform(control->tile[place.index]);
         const uint32_t kv_head = uniform(control->kv_head[place.index]);
-        warp_arrive(shared_address(&control->item_empty[place.index]), threadIdx.x % 32);
+        warp_arrive(shared_address(&control->item_empty[place.index]), lane);
         place.advance();
         if (kv_head == kNoItem) break;
 

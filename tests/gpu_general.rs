@@ -185,7 +185,7 @@ fn project_in_every_type() {
             let expected = project(&weights, &x, Precision::Float32, &Cancel::default()).unwrap();
             assert_same(&what, &together, &expected);
             assert!(run(0, 8, false).iter().zip(&together).all(|(&a, &b)| a == round(b)), "{what}: one rounding");
-            for (first, n) in [(0, 1), (7, 1), (2, 3)] {
+            for (first, n) in [(0, 1), (7, 1), (2, 3), (1, 5)] {
                 assert!(run(first, n, true) == together[first * rows..(first + n) * rows], "{what}: {n} rows");
             }
         }
@@ -212,17 +212,22 @@ fn attention_of_any_shape() {
     ] {
         check(&gpu, &mut random, Path::General, shape, &positions);
     }
+    // More blocks than scores are kept of, and as many.
+    check(&gpu, &mut random, Path::General, Shape { window: None, rope: false, ..odd }, &[4_095, 4_096, 4_200]);
     check(&gpu, &mut random, Path::General, flint, &[262_143, 100_001, 511, 512, 513]);
     check(&gpu, &mut random, Path::General, Shape { window: None, rope: false, ..small }, &[100_001, 4095]);
 }
 
-/// Logits on a grid of 1/64: equal ones are common, and scores of different ones differ by more than fp32 rounds.
+/// Logits on a grid of 1/64, so that equal ones are common, and free ones.
 #[test]
 #[ignore = "needs a CUDA GPU: make test-gpu"]
 fn router_orders_scores_and_breaks_ties_by_index() {
     let (gpu, mut random) = (Gpu::open(), Random::fresh());
     for (n_experts, chosen) in [(256, 6), (16, 6), (5, 5), (1, 1), (1024, 32), (33, 2)] {
         let mut logits: Vec<f32> = (0..8 * n_experts).map(|_| random.below(1024) as f32 / 64.0 - 8.0).collect();
+        for logit in &mut logits[3 * n_experts..4 * n_experts] {
+            *logit = random.normal();
+        }
         // Row 1: all equal. Row 2: scores that fp32 cannot tell from 1, at the end.
         logits[n_experts..2 * n_experts].fill(-3.0);
         for (i, logit) in logits[2 * n_experts..3 * n_experts].iter_mut().rev().take(2).enumerate() {
@@ -261,13 +266,21 @@ fn router_orders_scores_and_breaks_ties_by_index() {
     }
 }
 
-fn swiglu(random: &mut Random, kind: Kind, f: usize, d: usize) -> SwiGlu {
-    SwiGlu { gate: matrix(random, kind, f, d), up: matrix(random, kind, f, d), down: matrix(random, kind, d, f) }
+/// A type beside `kind` that rows of `cols` values may have: the halves of a warp then read differently.
+fn other_kind(kind: Kind, cols: usize) -> Kind {
+    kinds(cols).find(|&other| other != kind).unwrap()
 }
 
-/// D, F, shared width, experts, chosen: Flint's but for the number of experts, the small model's, odd ones.
-const MOE: [(usize, usize, usize, usize, usize); 3] =
-    [(2048, 512, 1024, 8, 6), (320, 128, 256, 16, 6), (75, 37, 51, 5, 5)];
+/// D, F, shared width, experts, chosen: Flint's but for the number of experts, the small model's, odd ones; with the shared expert
+/// as many as are done at a time, more, and the most that there may be.
+const MOE: [(usize, usize, usize, usize, usize); 6] = [
+    (2048, 512, 1024, 8, 6),
+    (320, 128, 256, 16, 6),
+    (75, 37, 51, 5, 5),
+    (75, 37, 51, 9, 7),
+    (75, 37, 51, 12, 9),
+    (75, 37, 51, 33, 32),
+];
 
 #[test]
 #[ignore = "needs a CUDA GPU: make test-gpu"]
@@ -275,7 +288,12 @@ fn swiglu_of_one_matrix_and_of_chosen_experts() {
     let (gpu, mut random) = (Gpu::open(), Random::fresh());
     for (d, f, _, n_experts, chosen) in MOE {
         for kind in kinds(d).filter(|kind| f.is_multiple_of(kind.block())) {
-            let experts: Vec<SwiGlu> = (0..n_experts).map(|_| swiglu(&mut random, kind, f, d)).collect();
+            let mut expert = || SwiGlu {
+                gate: matrix(&mut random, kind, f, d),
+                up: matrix(&mut random, other_kind(kind, d), f, d),
+                down: matrix(&mut random, kind, d, f),
+            };
+            let experts: Vec<SwiGlu> = (0..n_experts).map(|_| expert()).collect();
             let gate = Stack::new(&gpu, &experts.iter().map(|e| &e.gate).collect::<Vec<_>>());
             let up = Stack::new(&gpu, &experts.iter().map(|e| &e.up).collect::<Vec<_>>());
             let x = random.bf16s(3 * d);
@@ -321,7 +339,7 @@ fn experts_down_rounds_each_expert_their_sum_and_the_output() {
     for (d, f, shared_width, n_experts, chosen) in MOE {
         for kind in kinds(f).filter(|kind| shared_width.is_multiple_of(kind.block())) {
             let downs: Vec<Matrix> = (0..n_experts).map(|_| matrix(&mut random, kind, d, f)).collect();
-            let shared = matrix(&mut random, kind, d, shared_width);
+            let shared = matrix(&mut random, other_kind(kind, shared_width), d, shared_width);
             let stack = Stack::new(&gpu, &downs.iter().collect::<Vec<_>>());
             let shared_stack = Stack::new(&gpu, &[&shared]);
             let (act, act_shared) = (random.bf16s(3 * chosen * f), random.bf16s(3 * shared_width));

@@ -8,7 +8,7 @@ mod gpu_support;
 
 use std::sync::Arc;
 
-use cpu_support::{Kind, Random, configs, mean_kl, weights};
+use cpu_support::{Kind, Random, configs, weights};
 use flint_rs::{
     cancel::Cancel,
     checkpoint::{Checkpoint, DType},
@@ -75,23 +75,16 @@ fn the_shipped_model_says_what_the_cpu_says() {
     let references: Vec<Vec<f32>> = (texts.par_iter())
         .map(|tokens| cpu_logits(&weights, Precision::Bfloat16, cpu::Path::Reference, tokens))
         .collect();
-    let (mut gpu, mut cpu, mut equal, mut same_bits, mut read) = (0.0, 0.0, 0, 0, 0);
-    for (tokens, rounded) in texts.iter().zip(&references) {
-        let exact = cpu_logits(&weights, Precision::Float32, cpu::Path::Fast, tokens);
+    let (mut equal, mut same_bits, mut read) = (0, 0, 0);
+    for (tokens, expected) in texts.iter().zip(&references) {
         let found = decode_logits(&mut model, tokens);
-        gpu += mean_kl(&exact, &found, vocab);
-        cpu += mean_kl(&exact, rounded, vocab);
-        equal += best(&found).iter().zip(&best(rounded)).filter(|(a, b)| a == b).count();
-        let rows = found.chunks_exact(vocab).zip(rounded.chunks_exact(vocab));
-        same_bits += rows.filter(|(found, rounded)| bits(found) == bits(rounded)).count();
+        equal += best(&found).iter().zip(&best(expected)).filter(|(a, b)| a == b).count();
+        let rows = found.chunks_exact(vocab).zip(expected.chunks_exact(vocab));
+        same_bits += rows.filter(|(found, expected)| bits(found) == bits(expected)).count();
         read += tokens.len();
     }
-    println!("KL from fp32: GPU {:.3e}, CPU {:.3e}", gpu / 5.0, cpu / 5.0);
     println!("of {read} tokens, {equal} have the same first choice, {same_bits} the same bits");
     assert_eq!(read, 5500, "the text is long enough");
-    assert!(gpu <= 1.1 * cpu, "{gpu} against {cpu}");
-    // 99.5 % is what a GPU has to reach; the general kernels give the bits of the reference.
-    assert!(equal * 1000 >= 995 * read, "{equal} of {read}");
     assert_eq!(same_bits, read);
 }
 

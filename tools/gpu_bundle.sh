@@ -27,5 +27,5 @@ python=.build/venv/bin/python
 cp tools/gpu_check.sh tools/gpu_sanitize.sh tests/python/test_gpu.py benches/gpu_python.py "$out/"
 mkdir -p "$out/python/flint_rs"
 cp -r python/flint_rs/models "$out/python/flint_rs/"
-git rev-parse HEAD > "$out/commit"
+echo "$(git rev-parse HEAD)${FLINT_RS_RACECHECK:+, built for racecheck}" > "$out/commit"
 du -sh "$out"

@@ -25,7 +25,8 @@ use super::report::Result;
 /// Loads that are timed.
 const SAMPLES: usize = 3;
 
-/// Writes a file of zeros into `folder`, which is removed in the end, and a row for each load of it.
+/// Writes a file of zeros into `folder`, which is on a disk and not in memory, and a row for each load of it. The file is
+/// removed in the end.
 pub fn measure(
     out: &mut dyn Write,
     date: &str,

@@ -31,10 +31,10 @@ pub const GENERAL_SWIGLU: Kernel = kernel::<GeneralSwigluArgs>(c"general_swiglu"
 pub const GENERAL_EXPERTS_DOWN: Kernel = kernel::<GeneralExpertsDownArgs>(c"general_experts_down");
 
 const THREADS: u32 = 256;
-/// Of [`GENERAL_EMBED`] and [`GENERAL_PROJECT`], half a warp an output, so that all have as many outputs.
+/// Threads of [`GENERAL_EMBED`] and [`GENERAL_PROJECT`].
 const HALF_THREADS: u32 = THREADS / 2;
-/// Outputs of a thread block, one a warp.
-const WARPS: u32 = THREADS / 32;
+/// Outputs of a thread block: a warp each, or half a warp where it has [`HALF_THREADS`].
+const OUTPUTS: u32 = THREADS / 32;
 /// Outputs of a thread block of [`GENERAL_EXPERTS_DOWN`].
 const DOWN_ROWS: u32 = 2;
 /// Rows of x that a thread block of [`GENERAL_PROJECT`] takes.
@@ -111,7 +111,7 @@ impl GeneralEmbedArgs {
     /// For B = `rows`.
     pub fn launch(&self, rows: u32) -> Launch {
         let bytes = u64::from(rows) * (u64::from(self.table.row_bytes) + 4 * u64::from(self.cols));
-        Launch { block: HALF_THREADS, ..launch([self.cols.div_ceil(64 * WARPS), rows, 1], bytes) }
+        Launch { block: HALF_THREADS, ..launch([self.cols.div_ceil(64 * OUTPUTS), rows, 1], bytes) }
     }
 }
 
@@ -129,7 +129,7 @@ pub struct GeneralNormArgs {
     pub residual_out: u64,
     /// Out: `[B, cols]` bf16.
     pub normed: u64,
-    /// D, at most 2^20.
+    /// D.
     pub cols: u32,
     /// Epsilon.
     pub eps: f32,
@@ -185,7 +185,7 @@ impl GeneralProjectArgs {
         let (rows, n) = (u64::from(self.rows), u64::from(self.n));
         let out_bytes = if self.f32 == 1 { 4 } else { 2 };
         let bytes = rows * u64::from(self.matrix.row_bytes) + n * (2 * u64::from(self.cols) + out_bytes * rows);
-        let grid = [self.rows.div_ceil(WARPS), self.n.div_ceil(PROJECT_ROWS), 1];
+        let grid = [self.rows.div_ceil(OUTPUTS), self.n.div_ceil(PROJECT_ROWS), 1];
         Launch { block: HALF_THREADS, ..launch(grid, bytes) }
     }
 }
@@ -237,7 +237,7 @@ impl GeneralQkvFinishArgs {
     /// For B = `rows`.
     pub fn launch(&self, rows: u32) -> Launch {
         let heads = self.n_heads + 2 * self.n_kv_heads;
-        launch([heads.div_ceil(WARPS), rows, 1], u64::from(rows * heads) * 4 * u64::from(self.head_dim))
+        launch([heads.div_ceil(OUTPUTS), rows, 1], u64::from(rows * heads) * 4 * u64::from(self.head_dim))
     }
 }
 
@@ -302,7 +302,7 @@ impl GeneralAttentionArgs {
 pub struct GeneralRouterArgs {
     /// `[B, E]` f32.
     pub logits: u64,
-    /// Out: `[B, K]` u32, in ascending order.
+    /// Out: `[B, K]` u32, ascending by index.
     pub experts: u64,
     /// Out: `[B, K]` f32, adding up to 1.
     pub weights: u64,
@@ -354,7 +354,7 @@ impl GeneralSwigluArgs {
         let matrices = u64::from(self.rows) * u64::from(self.gate.row_bytes + self.up.row_bytes);
         let bytes =
             u64::from(n) * (u64::from(chosen) * (matrices + 2 * u64::from(self.rows)) + 2 * u64::from(self.cols));
-        launch([self.rows.div_ceil(WARPS), chosen, n], bytes)
+        launch([self.rows.div_ceil(OUTPUTS), chosen, n], bytes)
     }
 }
 
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn every_output_has_a_warp() {
+    fn every_output_has_a_thread_block() {
         for (rows, grid) in [(1, 1), (8, 1), (9, 2), (8192, 1024)] {
             let matrix = matrix(DType::F32, rows as usize, 10);
             let args =
@@ -431,6 +431,20 @@ mod tests {
             assert_eq!(args.launch().bytes, u64::from(rows) * 40 + 2 * (20 + 4 * u64::from(rows)));
             let args = GeneralSwigluArgs { gate: matrix, up: matrix, x: 0, experts: 0, act: 0, rows, cols: 10 };
             assert_eq!(args.launch(3, 6).grid, [grid, 6, 3]);
+            let args = GeneralExpertsDownArgs {
+                experts: matrix,
+                shared: matrix,
+                chosen: 0,
+                weights: 0,
+                act: 0,
+                act_shared: 0,
+                delta: 0,
+                rows,
+                cols: 10,
+                shared_cols: 10,
+                n_chosen: 6,
+            };
+            assert_eq!(args.launch(3).grid, [rows.div_ceil(2), 3, 1]);
         }
         for (cols, grid) in [(1, 1), (512, 1), (513, 2)] {
             let table = matrix(DType::Bf16, 5, cols as usize);

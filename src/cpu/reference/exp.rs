@@ -1,6 +1,6 @@
 //! The exponential function, of products and additions alone.
 
-/// e^x, at most 0.7 units in the last place away (0.9 below the normal numbers), and the same bits on every machine: no two
+/// e^x, at most 0.72 units in the last place away (0.78 below the normal numbers), and the same bits on every machine: no two
 /// libraries round theirs alike, and the general kernels repeat this one.
 ///
 /// x = n ln 2 + r with n whole, e^r = 1 + r + r^2 q(r); what 1 + r loses is added to the last term.
@@ -44,10 +44,11 @@ mod tests {
         for i in 0..2_000_000 {
             bits = bits.wrapping_mul(0x9E37_79B1).wrapping_add(0x1234_5677);
             let x = (bits >> 8) as f32 / (1 << 23) as f32 - 1.0;
-            let x = [x, 20.0 * x, 87.0 * x, -104.0 * x.abs()][i % 4];
+            // Among them the worst.
+            let x = if i == 0 { 59.996_906 } else { [x, 20.0 * x, 87.0 * x, -104.0 * x.abs()][i % 4] };
             let (found, expected) = (exp(x), f64::from(x).exp());
             let ulp = f64::from(f32::from_bits((expected as f32).to_bits() + 1)) - f64::from(expected as f32);
-            let bound = if expected < f64::from(f32::MIN_POSITIVE) { 0.9 } else { 0.7 };
+            let bound = if expected < f64::from(f32::MIN_POSITIVE) { 0.78 } else { 0.72 };
             assert!((f64::from(found) - expected).abs() <= bound * ulp, "exp({x:e}) is {found:e}, not {expected:e}");
         }
         for (x, expected) in [
