@@ -54,7 +54,7 @@ fn borders_of_rounds_and_parts() {
         check(&gpu, &mut random, Path::Few, shape, &positions);
     }
     // With many rows a part is up to 16 tiles of 64 positions, and more where 33 would not be enough.
-    for tiles in [1, 2, 8, 16, 32, 33, 33 * 8, 33 * 16, 33 * 17] {
+    for tiles in [1, 2, 8, 16, 17, 32, 33, 33 * 8, 33 * 16, 33 * 17] {
         let end = tiles * 64;
         check(&gpu, &mut random, Path::Many, shape, &[end - 64, end - 63, end - 32, end - 31, end, end + 1, end + 33]);
     }
@@ -85,9 +85,11 @@ fn as_many_rows_as_a_launch_takes() {
         check(&gpu, &mut random, path, Shape { window: None, rope: false, ..SMALL }, &positions);
         check(&gpu, &mut random, path, SMALL, &positions);
     }
-    // Each block takes several items, of short rows and of long ones.
+    // Some blocks take a second item. Then each takes several, of short rows and of long ones.
+    let few: Vec<_> = (0..45).map(|row| row * 7919 % 100).collect();
     let positions: Vec<_> = (0..100).map(|row| if row % 9 == 4 { 20 * row } else { row * 7919 % 140 }).collect();
     for shape in [FLINT, FLINT_FULL] {
+        check(&gpu, &mut random, Path::Many, shape, &few);
         check(&gpu, &mut random, Path::Many, shape, &positions);
     }
 }

@@ -550,7 +550,7 @@ fn check_groups(chosen: &[u32], sorted: &[u32], tiles: &[u32], n_tiles: u32, mos
 }
 
 fn check_moe(gpu: &Gpu, random: &mut Random, kind: (Kind, TileFormat), moe: &Moe, logits: &[f32]) {
-    if !affordable(4 * logits.len() / EXPERTS) {
+    if !affordable(logits.len() / EXPERTS) {
         return;
     }
     let (rows, cancel) = (logits.len() / EXPERTS, Cancel::default());
