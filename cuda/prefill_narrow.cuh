@@ -239,13 +239,13 @@ __device__ __forceinline__ void prefill_narrow(const typename Work::Args& args) 
                 if (early > 0) {
                     --early;
                 } else {
-                    barrier_wait(ring.empty(at.stage), at.parity ^ 1);
+                    barrier_wait(followed(ring.empty(at.stage)), at.parity ^ 1);
                     async_fence();
                     fill.weights(at.stage, strip);
                 }
                 fill.x(at.stage);
             }
-            barrier_wait(ring.empty(at.stage), at.parity ^ 1);
+            barrier_wait(followed(ring.empty(at.stage)), at.parity ^ 1);
             units[at.stage].rows = 0;  // no more come
             barrier_arrive(ring.full(at.stage));
             deal.end();
