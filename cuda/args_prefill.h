@@ -43,7 +43,7 @@ struct PrefillExpertsArgs {
     const ExpertTile* tiles;  // [n_tiles]
     const uint32_t* n_tiles;  // [1]
     uint32_t sorted_rows;     // of the buffers: a multiple of 8
-    // The shared expert's half over all rows; of prefill_experts_*_16 alone.
+    // The shared expert's half over all rows, up to shared_scale; of prefill_experts_*_16 alone.
     uint32_t shared_rows;           // T, or 0
     const __nv_bfloat16* shared_x;  // panels: up [32, panel_rows, 64], down [16, panel_rows, 64]
     const uint8_t* shared_weights;  // up [128, 4] tiles of gate and up rows, down [128, 2] tiles

@@ -100,15 +100,17 @@ struct Place {
 struct Unit {
     uint32_t strip;   // first
     uint32_t row;     // of x, the first column's
-    uint32_t rows;    // columns that are written
+    uint32_t rows;    // columns that are written, at least 1
     uint32_t width;   // columns that are multiplied
     uint32_t expert;  // else 0
 };
+static_assert(sizeof(Unit) == 20);  // UNIT_BYTES of src/kernels/prefill.rs
 
 // Work of the kernels that take PrefillLinearArgs. Blocks beside each other in a cluster have the same columns.
 template <int kMost>
 struct LinearWork {
     static constexpr int kColumns = kMost;
+    static constexpr bool kDealt = false;
     using Args = PrefillLinearArgs;
     const Args& args;
 
@@ -150,6 +152,7 @@ struct LinearWork {
 template <int kMost, int kStrips, int kTiles, int kSharedStrips, int kSharedTiles, bool kPairs>
 struct ExpertsWork {
     static constexpr int kColumns = kMost;
+    static constexpr bool kDealt = true;
     static constexpr uint32_t kShared = ~0u;  // as a unit's expert
     using Args = PrefillExpertsArgs;
     const Args& args;

@@ -3,7 +3,8 @@
 //   prefill_experts_up    act[i] = round(silu(gate_e x_i) * up_e x_i)
 //   prefill_experts_down  y[i]   = round(scale_e * down_e act_i)            e = expert of sorted row i
 //
-// *_16 do the same for the shared expert and all rows, as prefill_swiglu and prefill_linear would.
+// *_16 do the same for the shared expert and all rows, as prefill_swiglu and prefill_linear would, unless shared_rows
+// is 0.
 //
 // in   x panels [32, sorted_rows, 64] bf16; gate_up [256, 64, 4] tiles, scales [256] x 2 f32
 //      down [256, 128, 1] tiles, scales [256] f32; tiles, n_tiles of prefill_group
@@ -13,8 +14,8 @@
 //          as Narrow of prefill_narrow.cuh. Every card: *_mma, up to 64, as AnyCard of prefill_mma.cuh. Blocks are
 //          persistent: the number of tiles is known on the device alone. All give the same bits
 // bound    tensor cores; with few rows an expert, the weights' bytes
-// PDL      the first weights are requested before the wait (sm_90a): the tiles and their number are older than the
-//          kernel that this one waits for; triggers right after it
+// PDL      the number of tiles is read before the wait and, on sm_90a, the first weights are requested: tiles are older
+//          than the kernel that this one waits for; triggers right after it
 #include "prefill_mma.cuh"
 #include "prefill_narrow.cuh"
 #include "prefill_wgmma.cuh"

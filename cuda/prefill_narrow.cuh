@@ -85,13 +85,12 @@ struct Filler {
     const Ring<Shape>& ring;
     const Work& work;
     Unit* units;  // [kStages], for the consumers
-    uint32_t i, step, n;
+    uint32_t i, n;
     Unit unit;
     int piece = 0;
 
-    __device__ __forceinline__ Filler(const Ring<Shape>& ring, const Work& work, Unit* units, uint32_t first,
-                                      uint32_t step)
-        : ring(ring), work(work), units(units), i(first), step(step), n(work.units(1)) {
+    __device__ __forceinline__ Filler(const Ring<Shape>& ring, const Work& work, Unit* units, uint32_t first)
+        : ring(ring), work(work), units(units), i(first), n(work.units(1)) {
         find();
     }
     __device__ __forceinline__ bool done() const { return i >= n; }
@@ -203,6 +202,7 @@ __device__ __forceinline__ void do_narrow_unit(Ring<Shape>& ring, const Work& wo
 template <typename Piece, typename Ending, typename Work, int kMost, int kSplit, int... kWidths>
 __device__ __forceinline__ void prefill_narrow(const typename Work::Args& args) {
     using Shape = Narrow<Piece, kMost, kSplit>;
+    static_assert(kSplit == 1 || !Work::kDealt, "a unit that is dealt out is one block's");
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* ending = shared + Shape::kStages * Shape::kStageBytes;
     const Ring<Shape> ring{shared_address(shared), shared_address(ending + Ending::shared_bytes(kMost) / kSplit)};
@@ -224,8 +224,8 @@ __device__ __forceinline__ void prefill_narrow(const typename Work::Args& args) 
     if (threadIdx.x >= Shape::kConsumers) {
         if (elect_one()) {
             auto strip = [&](int s) { return Ending::strip(first_warp + s); };
-            Filler<Shape, Piece, Work> fill(ring, work, units, first, step), ahead = fill;
-            // The first two units are known.
+            Filler<Shape, Piece, Work> fill(ring, work, units, first), ahead = fill;
+            // The first two units are known. Of others nothing is requested here, though without a counter it could be.
             auto known = [&](uint32_t i) { return i + step; };
             int early = 0;
             for (; early < Shape::kStages && ahead.i < 2 * step && !ahead.done(); ++early, ahead.advance(known))

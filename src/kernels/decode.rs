@@ -250,7 +250,7 @@ pub struct LinearShape {
     groups: usize,
     /// Multiprocessors that get a block each, see `Launch::on_each`; 0 where blocks may lie as they come.
     each_of: usize,
-    /// Most blocks, if groups take strips in turn.
+    /// Most blocks, of the kernel whose groups take strips in turn; others have a group for each strip, whatever the card.
     most_blocks: usize,
 }
 
@@ -356,6 +356,22 @@ mod tests {
             let launch = shape.launch(TileFormat::Nvfp4, 1, strips, 0);
             assert_eq!((launch.grid, launch.block), ([blocks, 1, 1], threads));
             assert!(launch.bytes > (strips * shape.cols / 512 * 4608) as u64);
+        }
+        // On any card, but for the LM head, whose groups take strips in turn.
+        for processors in [1, 24, 46, 84, 108, 132, 170] {
+            for format in [TileFormat::Nvfp4, TileFormat::Bf16] {
+                for (shape, strips) in [
+                    (QKV_SHAPE, 320),
+                    (LinearShape::o(processors), 128),
+                    (DENSE_UP_SHAPE, 768),
+                    (LinearShape::dense_down(processors), 128),
+                ] {
+                    for rows in 1..=8 {
+                        let launch = shape.launch(format, rows, strips, 0);
+                        assert!(launch.grid[0] as usize * shape.groups >= strips, "{processors}, {shape:?}");
+                    }
+                }
+            }
         }
     }
 

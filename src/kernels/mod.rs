@@ -29,8 +29,8 @@ pub struct Kernel {
     pub args_bytes: usize,
     /// Whether it waits for the kernels before it, and so may be launched before they end.
     pub pdl: bool,
-    /// Whether it wants all of a multiprocessor's memory as shared memory, so that two of its blocks fit. It does not start
-    /// beside kernels that want less.
+    /// Whether it wants all of a multiprocessor's memory as shared memory, so that two of its blocks fit if they are made for
+    /// it. It does not start beside kernels that want less.
     pub all_shared: bool,
 }
 

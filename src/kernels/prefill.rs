@@ -17,7 +17,7 @@ pub const PANEL: usize = 64;
 pub const ROWS_STEP: usize = 8;
 /// Strips of a unit of work.
 const UNIT_STRIPS: usize = 8;
-/// What one thread tells the others of it.
+/// Bytes of a `Unit` of `cuda/prefill.cuh`, of which a stage of [`Way::Narrow`] has one.
 const UNIT_BYTES: usize = 20;
 /// Chunks of a tile, one a panel.
 const TILE_PANELS: usize = TILE_COLS / PANEL;
@@ -70,7 +70,7 @@ pub struct PrefillExpertsArgs {
     pub n_tiles: u64,
     /// Rows of a panel, at least [`sorted_rows`].
     pub sorted_rows: u32,
-    /// T, or 0. From here on: the shared expert's half over all rows, of ways that do it, see [`Way::shares`].
+    /// T, or 0. From here to `shared_scale`: the shared expert's half over all rows, of ways that do it, see [`Way::shares`].
     pub shared_rows: u32,
     /// Panels: up `[32, panel_rows, 64]` bf16, down `[16, panel_rows, 64]`.
     pub shared_x: u64,
@@ -314,6 +314,7 @@ impl Products {
         let (tiles, x, out) = if up { (256, HIDDEN, EXPERT_WIDTH) } else { (128, EXPERT_WIDTH, HIDDEN) };
         let stacks = if up { 64 } else { 128 } / UNIT_STRIPS;
         let shape = Shape::of(product, format, way);
+        // Routed ones, which fill every card as they are.
         let most_units = expert_tiles(rows, way.columns() as u32) * stacks.div_ceil(shape.cluster);
         let experts = distinct_experts(EXPERTS, CHOSEN, rows);
         let mut bytes = experts * tiles * format.tile_bytes() + CHOSEN * rows * 2 * (x + out);

@@ -23,7 +23,7 @@ use crate::{
 
 /// Percent of an SM's memory that kernels of a chain want as shared memory. A block starts beside those of the kernel before
 /// only where both want the same. 100 of Hopper's 228 KB hold two kernels, see `Launch::on_each`; the rest is needed as L1
-/// cache, through which weights pass. [`Kernel::all_shared`] is for those whose weights do not.
+/// cache, through which weights pass. [`Kernel::all_shared`] is for long ones whose weights do not.
 const SHARED_PERCENT: c_int = 43;
 /// Shared memory that every kernel may use without asking.
 const DEFAULT_SHARED_BYTES: u32 = 48 << 10;
