@@ -1,11 +1,9 @@
-// Hopper's bulk copies into shared memory, the barriers that they complete on, and clusters that share a copy.
+// Hopper's bulk copies into shared memory, what barriers do for them, and clusters that share a copy.
 #pragma once
 
 #include <cstdint>
 
-__device__ __forceinline__ uint32_t shared_address(const void* shared) {
-    return uint32_t(__cvta_generic_to_shared(shared));
-}
+#include "barrier.cuh"
 
 #if __CUDA_ARCH__ >= 900
 
@@ -28,31 +26,14 @@ __device__ __forceinline__ bool elect_one() {
     return elected != 0;
 }
 
-__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
 // Shows initialised barriers to the other blocks of the cluster and to copies; then the cluster has to meet.
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n\t.reg .pred done;\n\t"
-        "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-        "@!done bra again;\n\t}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
 // Arrives, and has the phase wait for `bytes` of copies.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // Arrives at what block `rank` of the cluster has at `barrier`.

@@ -8,6 +8,7 @@
 
 #include "barrier.cuh"
 #include "bulk.cuh"
+#include "copy_async.cuh"
 
 template <int kSlots, int kSlotBytes>
 struct CopyRing {
@@ -42,11 +43,7 @@ struct CopyRing {
             bulk_copy(to, from, bytes, full[slot].address());
         }
 #else
-        for (uint32_t i = 16 * lane; i < bytes; i += 16 * 32) {
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i),
-                         "l"(static_cast<const char*>(from) + i)
-                         : "memory");
-        }
+        for (uint32_t i = 16 * lane; i < bytes; i += 16 * 32) copy_async_16(to + i, static_cast<const char*>(from) + i);
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full[slot].address()) : "memory");
 #endif
     }

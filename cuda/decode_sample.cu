@@ -274,7 +274,7 @@ __device__ Choice choose(Block& b, const DecodeSampleArgs& args, const Slice& ra
     const uint32_t position = clerk ? __ldcg(&args.positions[blockIdx.y]) : 0;
     tell(b, warp_max(best.work), warp_max(best.raw));
     if (clerk) {
-        fetch_wait();
+        copy_async_join();
         s.random = random_bits(s.row.seed, s.counts.output);
         s.position = position;
         s.record = args.ring + uint64_t(s.counts.records % args.ring_lines) * args.ring_rows + blockIdx.y;
@@ -332,7 +332,8 @@ extern "C" __global__ void FLINT_CLUSTER(8) __launch_bounds__(kThreads, 2)
     cluster_wait();
     pdl_wait();
     pdl_launch();
-    if (threadIdx.x == kThreads - 1) fetch(&s.counts.flags, &row.flags);
+    // Past an L1 that may have old ones.
+    if (threadIdx.x == kThreads - 1) copy_async_16(&s.counts, &row.flags);
     const uint32_t each = (args.vocab + kClusterBlocks - 1) / kClusterBlocks;
     const uint32_t first = min(b.rank * each, args.vocab);
     const float* logits = args.logits + uint64_t(n_row) * args.logits_stride;

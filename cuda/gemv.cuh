@@ -3,6 +3,7 @@
 #pragma once
 
 #include "args_decode.h"
+#include "copy_async.cuh"
 #include "layout.cuh"
 
 constexpr int kHidden = 2048;
@@ -18,16 +19,6 @@ __device__ __forceinline__ void named_sync(int id, int threads) {
 }
 __device__ __forceinline__ void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
-                 "l"(global)
-                 : "memory");
-}
-
-__device__ __forceinline__ void copy_async_join() {
-    asm volatile("cp.async.commit_group;\n\tcp.async.wait_group 0;" ::: "memory");
 }
 
 // kParts pieces of 16 bytes from global to shared memory, piece `i` of them by a call to `where(i, from, to)`, which

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "bulk.cuh"
+#include "copy_async.cuh"
 #include "prefill.cuh"
 
 struct AnyCard {
@@ -16,7 +17,7 @@ struct AnyCard {
 // Asks for the first `rows` rows of a panel, a multiple of 8; a group of its own also if there is nothing to ask for.
 __device__ __forceinline__ void ask_panel(uint32_t to, const uint8_t* from, uint32_t rows) {
     for (uint32_t i = threadIdx.x; i < rows * (kPanelRowBytes / 16); i += AnyCard::kThreads)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + 16 * i), "l"(from + 16 * i) : "memory");
+        copy_async_16(to + 16 * i, from + 16 * i);
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 

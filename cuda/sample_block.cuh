@@ -5,6 +5,7 @@
 #include "args_sample.h"
 #include "cluster.cuh"
 #include "common.cuh"
+#include "copy_async.cuh"
 #include "sampling.cuh"
 
 namespace {
@@ -71,14 +72,6 @@ struct Block {
     // Of the last meeting.
     __device__ __forceinline__ const Told* told() const { return s.board[(meetings - 1) % 2]; }
 };
-
-// Four words on their way to shared memory, past an L1 that may have old ones, and the wait for all that the thread has
-// on theirs.
-__device__ __forceinline__ void fetch(uint32_t* to, const uint32_t* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from)
-                 : "memory");
-}
-__device__ __forceinline__ void fetch_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ Key larger(Key a, Key b) { return a > b ? a : b; }
 

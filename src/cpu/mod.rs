@@ -208,15 +208,19 @@ impl CpuModel {
     }
 }
 
+/// Words of 32 bits without an end, spread over all that there are.
+#[cfg(test)]
+fn spread_words() -> impl Iterator<Item = u32> {
+    std::iter::successors(Some(1_u32), |word| Some(word.wrapping_mul(0x9E37_79B1).wrapping_add(0x1234_5677))).skip(1)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn rounding_equals_half() {
-        let mut bits = 1_u32;
-        for _ in 0..1_000_000 {
-            bits = bits.wrapping_mul(0x9E37_79B1).wrapping_add(0x1234_5677);
+        for bits in spread_words().take(1_000_000) {
             for x in [bits, bits & 0xFFFF_8000, bits | 0x7F80_0000].map(f32::from_bits) {
                 let expected = half::bf16::from_f32(x).to_f32();
                 assert_eq!(Precision::Bfloat16.round(x).to_bits(), expected.to_bits(), "{x:?} {:#x}", x.to_bits());

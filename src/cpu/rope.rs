@@ -79,12 +79,11 @@ fn cos_sin(angle: f32) -> (f32, f32) {
 #[cfg(test)]
 mod tests {
     use super::cos_sin;
+    use crate::cpu::spread_words;
 
     #[test]
     fn cos_and_sin_are_close() {
-        let mut bits = 1_u32;
-        for i in 0..1_000_000 {
-            bits = bits.wrapping_mul(0x9E37_79B1).wrapping_add(0x1234_5677);
+        for (i, bits) in spread_words().take(1_000_000).enumerate() {
             let angle = (bits >> 8) as f32 / (1 << 24) as f32 * [1.0, 100.0, 16_777_216.0][i % 3];
             let (cos, sin) = cos_sin(angle);
             let (cos_error, sin_error) =

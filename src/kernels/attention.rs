@@ -83,11 +83,11 @@ pub fn decode_attention_partial_bytes(rows: usize, n_kv_heads: usize) -> usize {
 }
 
 /// The kernel for a layer with this window, `None` for all positions, and its launch for new tokens at `positions`, one a
-/// row, on a card of compute capability `major` with so many multiprocessors: its shape depends on their number only, `bytes`
+/// row, on a card of this major compute capability with so many multiprocessors: its shape depends on their number only, `bytes`
 /// on their values. What a row adds up in which order depends on its own position and on which of both forms it is alone.
 /// `None` without rows or KV heads, or with more than a launch can hold.
 pub fn decode_attention_launch(
-    (major, processors): (i32, u32),
+    card: (i32, u32),
     n_kv_heads: u32,
     window: Option<u32>,
     positions: &[u32],
@@ -96,7 +96,7 @@ pub fn decode_attention_launch(
     if positions.len() <= MAX_ROWS {
         decode_attention_few_launch(n_kv_heads, window, positions)
     } else {
-        decode_attention_many_launch((major, processors), n_kv_heads, window, positions)
+        decode_attention_many_launch(card, n_kv_heads, window, positions)
     }
 }
 

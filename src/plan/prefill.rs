@@ -311,7 +311,8 @@ impl<'a> Builder<'a> {
         let launch = (PREFILL_ROUTE, prefill_route_launch(self.rows));
         steps.push(step(Operation::Choose, index, launch, Args::PrefillRoute(args)));
         self.sort(index, steps);
-        let mut up = PrefillExpertsArgs {
+        let together = self.products.experts_share(self.rows);
+        let up = PrefillExpertsArgs {
             x: b.sorted_rows,
             weights: w + up.tiles,
             scales: w + up.scales,
@@ -319,20 +320,27 @@ impl<'a> Builder<'a> {
             tiles: b.expert_tiles,
             n_tiles: b.n_expert_tiles,
             sorted_rows: prefill::sorted_rows(self.rows) as u32,
+            shared_rows: if together { self.rows as u32 } else { 0 },
+            shared_x: b.normed,
+            shared_weights: w + shared_up.tiles,
+            shared_scales: w + shared_up.scales,
+            shared_out: b.act_shared,
+            panel_rows: self.panel_rows() as u32,
+            shared_scale: 0.0,
             counter: b.counter,
-            ..PrefillExpertsArgs::default()
         };
-        let mut down =
-            PrefillExpertsArgs { x: b.act, weights: w + down.tiles, scales: w + down.scales, out: b.sorted_rows, ..up };
-        let together = self.products.experts_share(self.rows);
-        if together {
-            (up.shared_rows, up.panel_rows) = (self.rows as u32, self.panel_rows() as u32);
-            (up.shared_x, up.shared_out) = (b.normed, b.act_shared);
-            (up.shared_weights, up.shared_scales) = (w + shared_up.tiles, w + shared_up.scales);
-            (down.shared_rows, down.panel_rows) = (self.rows as u32, self.panel_rows() as u32);
-            (down.shared_x, down.shared_out) = (b.act_shared, b.shared);
-            (down.shared_weights, down.shared_scale) = (w + shared_down, *shared_down_scale);
-        }
+        let down = PrefillExpertsArgs {
+            x: b.act,
+            weights: w + down.tiles,
+            scales: w + down.scales,
+            out: b.sorted_rows,
+            shared_x: b.act_shared,
+            shared_weights: w + shared_down,
+            shared_scales: 0,
+            shared_out: b.shared,
+            shared_scale: *shared_down_scale,
+            ..up
+        };
         let launch = self.products.experts_up(format, self.rows);
         steps.push(step(Operation::ExpertsUp, index, launch, Args::PrefillExperts(up)));
         let launch = self.products.experts_down(format, self.rows);
