@@ -13,35 +13,39 @@ import numpy as np
 import pytest
 import reference
 
+# One write a line: print() writes a word and its newline apart, and an interrupt can come between them.
 START = """
+import os
 import sys
 import flint_rs
+def say(word):
+    os.write(1, word.encode() + b"\\n")
 def report(done, total):
-    print("working", flush=True)
+    say("working")
 path = sys.argv[1]
 try:
 """
 WORK = {
     "prefill": """
     flint = flint_rs.Flint(path, device="reference")
-    print("working", flush=True)
+    say("working")
     flint.logits(list(range(250)) * 2)
 """,
     "decode": """
     with flint_rs.Flint(path, device="reference").stream("the other", max_tokens=480, ignore_eos=True) as stream:
         for _ in stream:
-            print("working", flush=True)
+            say("working")
 """,
     "generate": """
     flint = flint_rs.Flint(path, device="reference")
-    print("working", flush=True)
+    say("working")
     flint.generate(["the other"] * 9, max_tokens=400, ignore_eos=True)
 """,
 }
 END = """
-    print("ended", flush=True)
+    say("ended")
 except KeyboardInterrupt:
-    print("interrupted", flush=True)
+    say("interrupted")
 """
 
 
