@@ -1,6 +1,7 @@
 //! The engine on a GPU: one thread loads the model and owns it, everyone else sends it work.
 
 use std::{
+    ops::Range,
     process,
     sync::mpsc::{self, Receiver, Sender},
     thread::{self, JoinHandle},
@@ -9,7 +10,7 @@ use std::{
 use super::{
     LoadOptions, Memory, Origin,
     generation::wait,
-    scheduler::{Request, Scheduler, Sizes, Steps, Work, prompt},
+    scheduler::{Request, Scheduler, Sizes, Steps, Work, job::Text, prompt},
 };
 use crate::{
     cancel::Cancel,
@@ -116,54 +117,59 @@ impl Cuda {
 
     /// As [`super::Engine::logits`].
     pub fn logits(&self, tokens: &[u32], cancel: &Cancel) -> Result<Vec<f32>> {
-        let (tokens, sizes) = (tokens.to_vec(), self.facts.sizes);
-        self.job(cancel, move |model, id, cancel| {
-            let values = tokens.len() * sizes.logits;
+        let values = tokens.len() * self.facts.sizes.logits;
+        let make = move |_: &mut GpuModel| {
             let mut logits = Vec::new();
             logits.try_reserve_exact(values).map_err(|why| Error::Unavailable {
                 what: format!("memory for {} bytes of logits", values * size_of::<f32>()),
                 why: why.to_string(),
             })?;
+            Ok(logits)
+        };
+        let (text, inner) = (tokens.to_vec(), cancel.clone());
+        self.job(tokens.len(), cancel, make, move |model, id, part, logits: &mut Vec<f32>| {
             let mut sink = |rows: &[f32]| {
                 logits.extend_from_slice(rows);
                 Ok(())
             };
-            model.prompt_logits(id, &tokens, &mut sink, cancel)?;
-            Ok(logits)
+            model.prompt_logits(id, &text[part], &mut sink, &inner)
         })
     }
 
     /// As [`super::Engine::logits_on_device`].
     pub fn logits_on_device(&self, tokens: &[u32], cancel: &Cancel) -> Result<DeviceLogits> {
-        let (tokens, sizes) = (tokens.to_vec(), self.facts.sizes);
-        self.job(cancel, move |model, id, cancel| {
-            let row_bytes = sizes.logits * size_of::<f32>();
-            let buffer = model.device().alloc("logits", tokens.len() * row_bytes)?;
-            model.prompt_logits_into(id, &tokens, &buffer, cancel)?;
-            Ok(DeviceLogits { memory: buffer.into_shared()?, shape: [tokens.len(), sizes.logits] })
+        let shape = [tokens.len(), self.facts.sizes.logits];
+        let make = move |model: &mut GpuModel| {
+            let memory = model.device().alloc("logits", shape[0] * shape[1] * size_of::<f32>())?.into_shared()?;
+            Ok(DeviceLogits { memory, shape })
+        };
+        let (text, inner) = (tokens.to_vec(), cancel.clone());
+        self.job(tokens.len(), cancel, make, move |model, id, part, logits: &mut DeviceLogits| {
+            model.prompt_logits_into(id, &text[part.clone()], &logits.memory, part.start, &inner)
         })
     }
 
     /// As [`super::Engine::score`].
     pub fn score(&self, tokens: &[u32], top_n: usize, cancel: &Cancel) -> Result<Vec<TokenLogprobs>> {
-        let (tokens, sizes) = (tokens.to_vec(), self.facts.sizes);
-        self.job(cancel, move |model, id, cancel| {
-            let part = 0..tokens.len() - 1;
-            prompt::score(model, id, &tokens, part, top_n, sizes, &mut |_, _| {}, cancel)
+        let (text, sizes, inner) = (tokens.to_vec(), self.facts.sizes, cancel.clone());
+        let make = |_: &mut GpuModel| Ok(Vec::new());
+        // Nothing follows the last.
+        self.job(tokens.len() - 1, cancel, make, move |model, id, part, scores: &mut Vec<_>| {
+            scores.extend(prompt::score(model, id, &text, part, top_n, sizes, &mut |_, _| {}, &inner)?);
+            Ok(())
         })
     }
 
-    /// Runs `job` on the thread, with an empty sequence of its own, and waits for what it returns.
+    /// Runs a job of [`Text::new`] on the thread, and waits for what it results in.
     fn job<T: Send + 'static>(
         &self,
+        tokens: usize,
         cancel: &Cancel,
-        job: impl FnOnce(&mut GpuModel, SequenceId, &Cancel) -> Result<T> + Send + 'static,
+        make: impl FnOnce(&mut GpuModel) -> Result<T> + Send + 'static,
+        read: impl FnMut(&mut GpuModel, SequenceId, Range<usize>, &mut T) -> Result<()> + Send + 'static,
     ) -> Result<T> {
-        let (sender, result) = mpsc::channel();
-        let inner = cancel.clone();
-        self.send(Work::Job(Box::new(move |device| {
-            let _ = sender.send(device.and_then(|(model, id)| job(model, id, &inner)));
-        })))?;
+        let (text, result) = Text::new(tokens, make, read, cancel);
+        self.send(Work::Job(Box::new(text)))?;
         wait(&result, cancel)?
     }
 

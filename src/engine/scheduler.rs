@@ -3,8 +3,9 @@
 //!
 //! One step is queued ahead of the one that is read, so the device never waits for the host. A row whose text ends has
 //! one step too many on its way, which is read and dropped. Before rows change, all unread steps are read; the rows that go on
-//! start again from their last token. Prompts are read one after the other, long ones in parts with steps between them.
+//! start again from their last token. Texts are read one after the other, long ones in parts with steps between them.
 
+pub(super) mod job;
 pub(super) mod prompt;
 
 use std::{
@@ -18,7 +19,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use self::prompt::Reading;
+use self::{job::Job, prompt::Prompt};
 use super::{Event, PromptProgress, generation::Reply, transcript::Transcript};
 use crate::{
     cancel::Cancel,
@@ -30,7 +31,7 @@ use crate::{
 /// How often rows that wait for their readers are looked at when there is nothing else to do.
 const POLL: Duration = Duration::from_millis(5);
 
-/// Steps of the other rows between two parts of a prompt: few, since a part is read at many times their speed.
+/// Steps of the rows between two parts of a text: few, since a part is read at many times their speed.
 const STEPS_A_PART: usize = 4;
 
 /// What the loop needs of a device; [`crate::gpu::GpuModel`] documents each.
@@ -114,13 +115,16 @@ pub(super) struct Request {
     pub backlog: Arc<Backlog>,
 }
 
-/// Other work, with a sequence of its own; or the reason why there is none. It sends its own result.
-pub(super) type Job<S> = Box<dyn FnOnce(Result<(&mut S, <S as Steps>::Id)>) + Send>;
-
 /// What comes over the channel.
 pub(super) enum Work<S: Steps> {
     Generate(Box<Request>),
-    Job(Job<S>),
+    Job(Box<dyn Job<S>>),
+}
+
+/// A text of which a part was read into its sequence.
+enum Reading<S: Steps> {
+    Prompt(Prompt<S::Id>),
+    Job(S::Id, Box<dyn Job<S>>),
 }
 
 /// Sizes that the loop keeps to.
@@ -132,7 +136,7 @@ pub(super) struct Sizes {
     pub vocab_tokens: usize,
     /// Logits of a row.
     pub logits: usize,
-    /// Tokens of a prompt that are read without a step between them.
+    /// Tokens of a text that are read without a step between them.
     pub part_tokens: usize,
 }
 
@@ -142,9 +146,9 @@ pub(super) struct Scheduler<S: Steps> {
     inbox: Receiver<Work<S>>,
     sizes: Sizes,
     waiting: VecDeque<Work<S>>,
-    /// The prompt that is being read.
-    reading: Option<Reading<S::Id>>,
-    /// Steps that the rows are to have before more of a prompt is read.
+    /// The text that is being read.
+    reading: Option<Reading<S>>,
+    /// Steps that the rows are to have before more is read.
     owed_steps: usize,
     /// With a sequence, but not in the steps: new ones, and those whose reader is behind.
     aside: Vec<Row<S::Id>>,
@@ -235,8 +239,8 @@ impl<S: Steps> Scheduler<S> {
         self.owed_steps == 0 || self.rows.is_empty()
     }
 
-    fn can_read(&self, reading: &Reading<S::Id>) -> bool {
-        self.is_free() || reading.request.cancel.is_cancelled()
+    fn can_read(&self, reading: &Reading<S>) -> bool {
+        self.is_free() || reading.cancel().is_cancelled()
     }
 
     fn can_admit(&self) -> bool {
@@ -312,46 +316,38 @@ impl<S: Steps> Scheduler<S> {
 
     /// Takes up the oldest work that waits.
     fn admit(&mut self) {
-        match (self.waiting.pop_front(), &self.broken) {
-            (None, _) => {}
-            (Some(Work::Generate(request)), Some(error)) => request.refuse(error.again()),
-            (Some(Work::Job(job)), Some(error)) => job(Err(error.again())),
-            (Some(Work::Generate(request)), None) => {
-                if request.cancel.is_cancelled() {
-                    return request.refuse(Error::Cancelled);
-                }
-                match self.device.add_sequence() {
-                    Ok(id) => self.read_part(Reading::new(id, *request)),
-                    Err(error) => request.refuse(error),
-                }
-            }
-            (Some(Work::Job(job)), None) => {
-                match self.device.add_sequence() {
-                    Ok(id) => {
-                        job(Ok((&mut self.device, id)));
-                        self.device.remove_sequence(id);
-                    }
-                    Err(error) => job(Err(error)),
-                }
-                self.check_device();
-            }
+        let Some(work) = self.waiting.pop_front() else { return };
+        if let Some(error) = &self.broken {
+            return work.refuse(error.again());
+        }
+        if work.cancel().is_cancelled() {
+            return work.refuse(Error::Cancelled);
+        }
+        match self.device.add_sequence() {
+            Ok(id) => self.read_part(match work {
+                Work::Generate(request) => Reading::Prompt(Prompt::new(id, request)),
+                Work::Job(job) => Reading::Job(id, job),
+            }),
+            Err(error) => work.refuse(error),
         }
     }
 
-    /// Reads the next part of a prompt.
-    fn read_part(&mut self, mut reading: Reading<S::Id>) {
+    /// Reads the next part of a text.
+    fn read_part(&mut self, mut reading: Reading<S>) {
         match reading.advance(&mut self.device, self.sizes) {
             Ok(tokens) => {
                 self.owed_steps = tokens * STEPS_A_PART / self.sizes.part_tokens;
-                if reading.is_whole() {
-                    self.aside.push(reading.finish());
-                } else {
-                    self.reading = Some(reading);
+                match reading {
+                    Reading::Prompt(prompt) if prompt.is_whole() => self.aside.push(prompt.finish()),
+                    Reading::Job(id, job) if job.is_whole() => {
+                        self.device.remove_sequence(id);
+                        job.end(Ok(()));
+                    }
+                    reading => self.reading = Some(reading),
                 }
             }
             Err(error) => {
-                self.device.remove_sequence(reading.id);
-                reading.request.refuse(error);
+                reading.refuse(&mut self.device, error);
                 self.check_device();
             }
         }
@@ -386,9 +382,50 @@ impl<S: Steps> Scheduler<S> {
         self.rows.append(&mut self.aside);
         self.end_rows(error);
         if let Some(reading) = self.reading.take() {
-            self.device.remove_sequence(reading.id);
-            reading.request.refuse(error.again());
+            reading.refuse(&mut self.device, error.again());
         }
+    }
+}
+
+impl<S: Steps> Work<S> {
+    fn cancel(&self) -> &Cancel {
+        match self {
+            Self::Generate(request) => &request.cancel,
+            Self::Job(job) => job.cancel(),
+        }
+    }
+
+    fn refuse(self, error: Error) {
+        match self {
+            Self::Generate(request) => request.refuse(error),
+            Self::Job(job) => job.end(Err(error)),
+        }
+    }
+}
+
+impl<S: Steps> Reading<S> {
+    fn cancel(&self) -> &Cancel {
+        match self {
+            Self::Prompt(prompt) => &prompt.request.cancel,
+            Self::Job(_, job) => job.cancel(),
+        }
+    }
+
+    /// Reads the next part; returns its tokens.
+    fn advance(&mut self, device: &mut S, sizes: Sizes) -> Result<usize> {
+        match self {
+            Self::Prompt(prompt) => prompt.advance(device, sizes),
+            Self::Job(id, job) => job.advance(device, *id, sizes.part_tokens),
+        }
+    }
+
+    fn refuse(self, device: &mut S, error: Error) {
+        let (id, work) = match self {
+            Self::Prompt(prompt) => (prompt.id, Work::Generate(prompt.request)),
+            Self::Job(id, job) => (id, Work::Job(job)),
+        };
+        device.remove_sequence(id);
+        work.refuse(error);
     }
 }
 

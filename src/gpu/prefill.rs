@@ -2,7 +2,7 @@
 
 use super::{
     GpuModel, SequenceId,
-    driver::{Buffer, Call, Device, Event, Pinned},
+    driver::{Buffer, Call, Device, DeviceMemory, Event, Pinned},
 };
 use crate::{
     cancel::Cancel,
@@ -130,10 +130,17 @@ impl GpuModel {
         self.each_logits(id, tokens, cancel, &mut |model, rows| model.hand_over_logits(rows, sink))
     }
 
-    /// The same into device memory, `[T, V]` f32; complete when this returns.
-    pub fn prompt_logits_into(&mut self, id: SequenceId, tokens: &[u32], to: &Buffer, cancel: &Cancel) -> Result<()> {
+    /// The same into rows of `to` from `first`, `[_, V]` f32; complete when this returns.
+    pub fn prompt_logits_into(
+        &mut self,
+        id: SequenceId,
+        tokens: &[u32],
+        to: &DeviceMemory,
+        first: usize,
+        cancel: &Cancel,
+    ) -> Result<()> {
         let row_bytes = 4 * self.config().vocab_size;
-        let mut done = 0;
+        let mut done = first;
         self.each_logits(id, tokens, cancel, &mut |model, rows| {
             let (from, at) = (model.plan.chunk_logits() as usize, done * row_bytes);
             done += rows;

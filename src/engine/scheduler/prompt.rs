@@ -6,16 +6,16 @@ use super::{PromptProgress, Request, Row, Sizes, Steps};
 use crate::{cancel::Cancel, error::Result, sampling::TokenLogprobs};
 
 /// A prompt of which a part was read. All but its last token is, which the first step takes.
-pub(super) struct Reading<I> {
+pub(super) struct Prompt<I> {
     pub id: I,
-    pub request: Request,
+    pub request: Box<Request>,
     read: usize,
     scores: Option<Vec<TokenLogprobs>>,
     since: Instant,
 }
 
-impl<I: Copy> Reading<I> {
-    pub fn new(id: I, request: Request) -> Self {
+impl<I: Copy> Prompt<I> {
+    pub fn new(id: I, request: Box<Request>) -> Self {
         let scores = request.params.prompt_logprobs.map(|_| Vec::new());
         Self { id, request, read: 0, scores, since: Instant::now() }
     }
@@ -26,7 +26,7 @@ impl<I: Copy> Reading<I> {
 
     /// Reads the next part; returns its tokens.
     pub fn advance<S: Steps<Id = I>>(&mut self, device: &mut S, sizes: Sizes) -> Result<usize> {
-        let Request { prompt, params, progress, cancel, .. } = &self.request;
+        let Request { prompt, params, progress, cancel, .. } = &*self.request;
         cancel.check()?;
         let part = self.read..(self.read + sizes.part_tokens).min(prompt.len() - 1);
         if !part.is_empty() {
@@ -50,7 +50,7 @@ impl<I: Copy> Reading<I> {
     /// The row that it becomes.
     pub fn finish(self) -> Row<I> {
         let Self { id, request, scores, since, .. } = self;
-        Row { id, request, output: Vec::new(), prompt_logprobs: scores, since, ended: false }
+        Row { id, request: *request, output: Vec::new(), prompt_logprobs: scores, since, ended: false }
     }
 }
 

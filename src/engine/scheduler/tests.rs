@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, HashSet},
+    ops::Range,
     sync::{
         Mutex,
         mpsc::{self, channel},
@@ -9,7 +10,7 @@ use std::{
     thread,
 };
 
-use super::{prompt::score, *};
+use super::{job::Text, prompt::score, *};
 use crate::{
     kernels::{SAMPLE_RECORD_WORDS, SampleRecord},
     plan::TOKEN_RING,
@@ -223,10 +224,16 @@ impl Harness {
         Running { replies, progress, cancel, backlog }
     }
 
-    fn job<T: Send + 'static>(&self, job: impl FnOnce(Result<(&mut Fake, u32)>) -> T + Send + 'static) -> T {
-        let (sender, result) = channel();
-        self.send(Work::Job(Box::new(move |device| sender.send(job(device)).unwrap())));
-        result.recv().unwrap()
+    /// A job that scores `tokens`.
+    fn score(&self, tokens: &[u32], top_n: usize, cancel: &Cancel) -> Receiver<Result<Vec<TokenLogprobs>>> {
+        let (text, inner) = (tokens.to_vec(), cancel.clone());
+        let read = move |device: &mut Fake, id, part, scores: &mut Vec<_>| {
+            scores.extend(score(device, id, &text, part, top_n, SIZES, &mut |_, _| {}, &inner)?);
+            Ok(())
+        };
+        let (job, scores) = Text::new(tokens.len() - 1, |_: &mut Fake| Ok(Vec::new()), read, cancel);
+        self.send(Work::Job(Box::new(job)));
+        scores
     }
 
     /// Ends the loop, which must not have panicked.
@@ -371,28 +378,19 @@ fn jobs_take_turns_with_steps() {
     let harness = Harness::new();
     let running = harness.start(&[2, 2], &of_length(400));
     running.replies.recv().unwrap().unwrap();
-    let scores = harness.job(|device| {
-        let (device, id) = device.unwrap();
-        score(device, id, &[10, 11, 12, 20], 0..3, 2, SIZES, &mut |_, _| {}, &Cancel::default())
-    });
-    let scores = scores.unwrap();
+    let scores = harness.score(&[10, 11, 12, 20], 2, &Cancel::default()).recv().unwrap().unwrap();
     assert_eq!(scores.len(), 3);
     let sum = 3f64.exp() + f64::from(VOCAB - 1);
     for (score, (token, rank, logit)) in scores.iter().zip([(11, 1, 3.0), (12, 1, 3.0), (20, 21, 0.0)]) {
         assert_eq!((score.chosen.token_id, score.chosen.rank, score.top.len()), (token, rank, 2));
         assert!((f64::from(score.chosen.logprob) - (logit - sum.ln())).abs() < 1e-5);
     }
-    assert!(score_of_one(&harness).is_empty());
+    let nothing = harness.score(&[1], 0, &Cancel::default()).recv().unwrap().unwrap();
+    assert!(nothing.is_empty(), "nothing follows a lone token");
     let mut tokens = running.finish().unwrap();
     tokens.insert(0, expected(&[2, 2], 1)[0]);
     assert_eq!(tokens, expected(&[2, 2], 400));
     assert_eq!(harness.end().sequences, 0);
-}
-
-fn score_of_one(harness: &Harness) -> Vec<TokenLogprobs> {
-    let job =
-        |(device, id): (&mut Fake, u32)| score(device, id, &[1], 0..0, 0, SIZES, &mut |_, _| {}, &Cancel::default());
-    harness.job(move |device| device.and_then(job)).unwrap()
 }
 
 #[test]
@@ -438,7 +436,7 @@ fn a_broken_device_refuses_all_later_requests_with_the_reason() {
     }
     let later = harness.start(&[3], &of_length(4)).finish().unwrap_err();
     assert_eq!(later.to_string(), "a fake step failed: the test wants it");
-    let job = harness.job(|device| device.map(drop)).unwrap_err();
+    let job = harness.score(&[1, 2], 0, &Cancel::default()).recv().unwrap().unwrap_err();
     assert_eq!(job.to_string(), "a fake step failed: the test wants it");
     assert_eq!(harness.end().sequences, 0);
 }
@@ -507,4 +505,54 @@ fn other_rows_have_steps_between_the_parts_of_a_long_prompt() {
     assert!(matches!(cancelled.finish(), Err(Error::Cancelled)));
     drop(running);
     assert_eq!(harness.end().sequences, 0);
+}
+
+#[test]
+fn other_rows_have_steps_between_the_parts_of_a_job() {
+    let harness = Harness::new();
+    let running = harness.start(&[5], &of_length(ENDLESS));
+    running.replies.recv().unwrap().unwrap();
+    let text: Vec<u32> = (0..951).map(|i| i * 7 % VOCAB).collect();
+    let steps = || harness.seen.lock().unwrap().steps;
+    let before = steps();
+    let scores = [(); 2].map(|()| harness.score(&text, 0, &Cancel::default()));
+    for scores in scores {
+        let found: Vec<_> = scores.recv().unwrap().unwrap().iter().map(|score| score.chosen.token_id).collect();
+        assert_eq!(found, text[1..]);
+    }
+    let between = steps() - before;
+    // Two texts of ten parts, the last of each a half.
+    assert!(between >= 18 * STEPS_A_PART, "{between} steps");
+    // One that is cancelled on the way, and one that fails there.
+    let cancel = Cancel::default();
+    let cancelled = harness.score(&text, 0, &cancel);
+    let prefills = || harness.seen.lock().unwrap().prefills;
+    let read = prefills();
+    while prefills() == read {
+        thread::yield_now();
+    }
+    cancel.cancel();
+    assert!(matches!(cancelled.recv().unwrap(), Err(Error::Cancelled)));
+    let tokens: Vec<_> = running.replies.try_iter().map(|reply| reply.unwrap().event.token_id).collect();
+    assert_eq!(tokens, expected(&[5], tokens.len() + 1)[1..], "the row is not touched by any of it");
+    harness.seen.lock().unwrap().fails = true;
+    let error = harness.score(&text, 0, &Cancel::default()).recv().unwrap().unwrap_err();
+    assert_eq!(error.to_string(), "a fake step failed: the test wants it");
+    drop(running);
+    assert_eq!(harness.end().sequences, 0);
+}
+
+#[test]
+fn a_job_whose_result_cannot_be_made_reads_nothing() {
+    let harness = Harness::new();
+    let make = |_: &mut Fake| Err::<(), _>(Error::value("logits", "too many", "fewer"));
+    let read = |_: &mut Fake, _: u32, _: Range<usize>, (): &mut ()| panic!("there is nothing to read into");
+    let (job, result) = Text::new(5, make, read, &Cancel::default());
+    harness.send(Work::Job(Box::new(job)));
+    assert!(result.recv().unwrap().unwrap_err().to_string().starts_with("logits"));
+    // One that is cancelled before its turn does not get as far.
+    let cancel = Cancel::default();
+    cancel.cancel();
+    assert!(matches!(harness.score(&[1, 2], 0, &cancel).recv().unwrap(), Err(Error::Cancelled)));
+    assert_eq!(harness.end().prefills, 0);
 }

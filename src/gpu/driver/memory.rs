@@ -146,20 +146,6 @@ impl Buffer {
         self.device.synchronize(&what)
     }
 
-    /// Queues a copy of `len` bytes from `offset` to the start of `to` moved by `at`.
-    ///
-    /// # Panics
-    /// When either has fewer.
-    pub fn queue_copy(&self, offset: usize, to: &Self, at: usize, len: usize) -> Result<()> {
-        self.check(offset, len);
-        to.check(at, len);
-        // SAFETY: both ends were checked, and freeing either waits for the stream.
-        unsafe {
-            result::memcpy_dtod_async(to.address + at as u64, self.address + offset as u64, len, self.device.stream())
-        }
-        .map_err(failed("copying in GPU memory"))
-    }
-
     /// All its bytes, behind all queued work.
     pub fn download(&self) -> Result<Vec<u8>> {
         self.read(0, self.len)
@@ -170,7 +156,7 @@ impl Buffer {
         mem::take(&mut self.address)
     }
 
-    fn check(&self, offset: usize, len: usize) {
+    pub(super) fn check(&self, offset: usize, len: usize) {
         let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(fits, "{len} bytes at {offset} of a buffer of {}", self.len);
     }

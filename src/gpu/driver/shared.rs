@@ -29,6 +29,21 @@ impl Buffer {
         let context = unsafe { result::primary_ctx::retain(device) }.map_err(failed("keeping GPU memory"))?;
         Ok(DeviceMemory { address: self.take_address(), len: self.len(), device, context })
     }
+
+    /// Queues a copy of `len` bytes from `offset` to the start of `to` moved by `at`.
+    ///
+    /// # Panics
+    /// When either has fewer.
+    pub fn queue_copy(&self, offset: usize, to: &DeviceMemory, at: usize, len: usize) -> Result<()> {
+        self.check(offset, len);
+        let fits = at.checked_add(len).is_some_and(|end| end <= to.len);
+        assert!(fits, "{len} bytes at {at} of a memory of {}", to.len);
+        // SAFETY: both ends were checked, and freeing either waits for the stream.
+        unsafe {
+            result::memcpy_dtod_async(to.address + at as u64, self.address() + offset as u64, len, self.device.stream())
+        }
+        .map_err(failed("copying in GPU memory"))
+    }
 }
 
 impl DeviceMemory {
