@@ -23,9 +23,9 @@ impl Device {
         unsafe { result::stream::begin_capture(self.stream(), mode) }.map_err(failed(WHAT))?;
         let queued = calls.iter().try_for_each(|call| call.queue(pdl));
         // SAFETY: the capture was begun above, and ends whatever happened in it.
-        let graph = unsafe { result::stream::end_capture(self.stream()) };
+        let graph = unsafe { result::stream::end_capture(self.stream()) }.map(Recorded);
         queued?;
-        let graph = Recorded(graph.map_err(failed(WHAT))?);
+        let graph = graph.map_err(failed(WHAT))?;
         let nodes = graph.nodes()?;
         if nodes != calls.len() {
             let why = format!("it holds {nodes} nodes for {} kernels", calls.len());
