@@ -86,20 +86,21 @@ impl GpuModel {
         let (memory, pools) = (plan.memory(), plan.pools());
         device.check_room("weights, KV cache and workspace", memory.total_bytes())?;
         let weights = device.alloc("the weights", memory.weights_bytes)?;
+        let kernels = device.kernels(IMAGES);
+        let mut loader = Loader::new(&device, &kernels, source, progress, cancel)?;
+        loader.fill(plan.weights_mut(), &weights)?;
+        loader.finish()?;
+        // Behind the loader, whose scratch memory is as large as the LM head and is free again now.
         let kv_full = device.alloc("the KV cache", pools.full.block_bytes() * pools.full_blocks)?;
         let kv_window = device.alloc("the KV cache", pools.window.block_bytes() * pools.window_blocks)?;
         let buffers = device.alloc("the workspace", memory.workspace_bytes)?;
-        // Counters start at zero, and a masked product with what was never written must not meet a NaN.
+        // Counters start at zero; and no result, right or wrong, depends on what the memory held before.
         for buffer in [&kv_full, &kv_window, &buffers] {
             buffer.fill(0)?;
         }
         let frequencies: Vec<u8> =
             Rope::new(plan.config()).inv_freq().iter().flat_map(|value| value.to_le_bytes()).collect();
         buffers.write(plan.buffers().inv_freq as usize, &frequencies)?;
-        let kernels = device.kernels(IMAGES);
-        let mut loader = Loader::new(&device, &kernels, source, progress, cancel)?;
-        loader.fill(plan.weights_mut(), &weights)?;
-        loader.finish()?;
         Ok(Self {
             recordings: Recordings::default(),
             records: device.pinned(TOKEN_RING * limits.sequences * SAMPLE_RECORD_WORDS)?,
