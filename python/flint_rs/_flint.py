@@ -60,8 +60,9 @@ class Flint(Model):
             the CPU alone does.
         threads: Of the CPU, at most one a core, which `None` takes.
         max_sequences: Sequences that the GPU runs at a time, 1 to 256, and sets memory aside for; more wait for a
-            place. While at most 8 run, what each gives is the same to the last bit in any company. A step of 9 to 256
-            adds in another order, the same for all of these numbers: a near tie may then fall otherwise.
+            place. A stream that nobody reads has its place for as long as it is open, but once others wait, only until
+            its last token. While at most 8 run, what each gives is the same to the last bit in any company. A step of
+            9 to 256 adds in another order, the same for all of these numbers: a near tie may then fall otherwise.
         context_tokens: Most tokens of a sequence, prompt and output together. `None` takes the model's context length,
             cut to what fits the GPU's memory, which the line above then says.
 

@@ -3,14 +3,17 @@
 use std::{
     ops::Range,
     process,
-    sync::mpsc::{self, Receiver, Sender},
+    sync::{
+        Arc,
+        mpsc::{self, Receiver, Sender},
+    },
     thread::{self, JoinHandle},
 };
 
 use super::{
     LoadOptions, Memory, Origin,
     generation::wait,
-    scheduler::{Request, Scheduler, Sizes, Steps, Work, job::Text, prompt},
+    scheduler::{Request, Scheduler, Sizes, Steps, Work, job::Text, score::Scorer},
 };
 use crate::{
     cancel::Cancel,
@@ -47,6 +50,7 @@ pub(super) struct Facts {
     pub context_tokens: usize,
     pub memory: Memory,
     sizes: Sizes,
+    scorer: Arc<Scorer>,
 }
 
 /// Logits in the GPU's memory, complete: no stream has to wait for them.
@@ -118,45 +122,49 @@ impl Cuda {
     /// As [`super::Engine::logits`].
     pub fn logits(&self, tokens: &[u32], cancel: &Cancel) -> Result<Vec<f32>> {
         let values = tokens.len() * self.facts.sizes.logits;
-        let make = move |_: &mut GpuModel| {
-            let mut logits = Vec::new();
-            logits.try_reserve_exact(values).map_err(|why| Error::Unavailable {
-                what: format!("memory for {} bytes of logits", values * size_of::<f32>()),
-                why: why.to_string(),
-            })?;
-            Ok(logits)
-        };
-        let (text, inner) = (tokens.to_vec(), cancel.clone());
-        self.job(tokens.len(), cancel, make, move |model, id, part, logits: &mut Vec<f32>| {
+        let mut logits = Vec::new();
+        logits.try_reserve_exact(values).map_err(|why| Error::Unavailable {
+            what: format!("memory for {} bytes of logits", values * size_of::<f32>()),
+            why: why.to_string(),
+        })?;
+        let (text, most) = (tokens.to_vec(), self.facts.sizes.host_part_tokens());
+        self.job(tokens.len(), most, logits, cancel, move |model, id, part, logits, cancel| {
             let mut sink = |rows: &[f32]| {
                 logits.extend_from_slice(rows);
                 Ok(())
             };
-            model.prompt_logits(id, &text[part], &mut sink, &inner)
+            model.prompt_logits(id, &text[part], &mut sink, cancel)
         })
     }
 
     /// As [`super::Engine::logits_on_device`].
     pub fn logits_on_device(&self, tokens: &[u32], cancel: &Cancel) -> Result<DeviceLogits> {
         let shape = [tokens.len(), self.facts.sizes.logits];
-        let make = move |model: &mut GpuModel| {
-            let memory = model.device().alloc("logits", shape[0] * shape[1] * size_of::<f32>())?.into_shared()?;
-            Ok(DeviceLogits { memory, shape })
-        };
-        let (text, inner) = (tokens.to_vec(), cancel.clone());
-        self.job(tokens.len(), cancel, make, move |model, id, part, logits: &mut DeviceLogits| {
-            model.prompt_logits_into(id, &text[part.clone()], &logits.memory, part.start, &inner)
-        })
+        let (text, most) = (tokens.to_vec(), self.facts.sizes.part_tokens);
+        let memory = self.job(tokens.len(), most, None, cancel, move |model, id, part, memory, cancel| {
+            let memory = match memory {
+                Some(memory) => memory,
+                none => {
+                    let bytes = shape[0] * shape[1] * size_of::<f32>();
+                    none.insert(model.device().alloc("logits", bytes)?.into_shared()?)
+                }
+            };
+            model.prompt_logits_into(id, &text[part.clone()], memory, part.start, cancel)
+        })?;
+        Ok(DeviceLogits { memory: memory.expect("the first part made it"), shape })
     }
 
     /// As [`super::Engine::score`].
     pub fn score(&self, tokens: &[u32], top_n: usize, cancel: &Cancel) -> Result<Vec<TokenLogprobs>> {
-        let (text, sizes, inner) = (tokens.to_vec(), self.facts.sizes, cancel.clone());
-        let make = |_: &mut GpuModel| Ok(Vec::new());
+        let (text, most, scorer) =
+            (tokens.to_vec(), self.facts.sizes.host_part_tokens(), Arc::clone(&self.facts.scorer));
         // Nothing follows the last.
-        self.job(tokens.len() - 1, cancel, make, move |model, id, part, scores: &mut Vec<_>| {
-            scores.extend(prompt::score(model, id, &text, part, top_n, sizes, &mut |_, _| {}, &inner)?);
-            Ok(())
+        self.job(tokens.len() - 1, most, Vec::new(), cancel, move |model, id, part, scores, cancel| {
+            let mut sink = |logits: &[f32]| {
+                scorer.add(scores, &text, logits, top_n)?;
+                cancel.check()
+            };
+            model.prompt_logits(id, &text[part], &mut sink, cancel)
         })
     }
 
@@ -164,13 +172,14 @@ impl Cuda {
     fn job<T: Send + 'static>(
         &self,
         tokens: usize,
+        part_tokens: usize,
+        result: T,
         cancel: &Cancel,
-        make: impl FnOnce(&mut GpuModel) -> Result<T> + Send + 'static,
-        read: impl FnMut(&mut GpuModel, SequenceId, Range<usize>, &mut T) -> Result<()> + Send + 'static,
+        read: impl FnMut(&mut GpuModel, SequenceId, Range<usize>, &mut T, &Cancel) -> Result<()> + Send + 'static,
     ) -> Result<T> {
-        let (text, result) = Text::new(tokens, make, read, cancel);
+        let (text, results) = Text::new(tokens, part_tokens, result, read, cancel);
         self.send(Work::Job(Box::new(text)))?;
-        wait(&result, cancel)?
+        wait(&results, cancel)?
     }
 
     fn send(&self, work: Work<GpuModel>) -> Result<()> {
@@ -212,9 +221,9 @@ fn serve(order: Order, inbox: Receiver<Work<GpuModel>>, news: &Sender<News>, can
     // Nobody may be there to hear any of it.
     match load(order, news, cancel) {
         Ok((model, facts)) => {
-            let sizes = facts.sizes;
+            let (sizes, scorer) = (facts.sizes, Arc::clone(&facts.scorer));
             if news.send(News::Ready(facts)).is_ok() {
-                Scheduler::new(model, inbox, sizes).run();
+                Scheduler::new(model, inbox, sizes, scorer).run();
             }
         }
         Err(error) => _ = news.send(News::Failed(error)),
@@ -256,6 +265,12 @@ fn load(order: Order, news: &Sender<News>, cancel: &Cancel) -> Result<(GpuModel,
     } else {
         String::new()
     };
+    let sizes = Sizes {
+        sequences: limits.sequences,
+        vocab_tokens,
+        logits: config.vocab_size,
+        part_tokens: model.plan().chunk().tokens,
+    };
     let facts = Facts {
         text: format!(
             "{}, driver {}; path {}; {} x {} tokens of context{cut}",
@@ -271,12 +286,8 @@ fn load(order: Order, news: &Sender<News>, cancel: &Cancel) -> Result<(GpuModel,
             kv_max_bytes: memory.kv_bytes,
             workspace_bytes: memory.workspace_bytes,
         },
-        sizes: Sizes {
-            sequences: limits.sequences,
-            vocab_tokens,
-            logits: config.vocab_size,
-            part_tokens: model.plan().chunk().tokens,
-        },
+        sizes,
+        scorer: Arc::new(Scorer::new(sizes, options.threads)?),
     };
     Ok((model, facts))
 }
@@ -330,5 +341,29 @@ impl Steps for GpuModel {
 
     fn check(&mut self) -> Result<()> {
         self.device().synchronize("using the GPU")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        checkpoint::DType,
+        plan::{Card, Plan},
+    };
+
+    /// Before there are a KV cache and a workspace, loading holds the LM head as the file has it beside all weights.
+    #[test]
+    fn what_fit_leaves_beside_the_weights_holds_what_loading_needs() {
+        let config = FlintConfig::flint(49, 150_144);
+        for (dtype, file_bytes) in [(DType::Nvfp4, 150_144 * 2048 / 64 * 36), (DType::Bf16, 150_144 * 2048 * 2)] {
+            let types = Types::of_synthetic(&config, dtype).unwrap();
+            // The smallest plan that is ever made.
+            let limits =
+                Limits { sequences: 1, context_tokens: LEAST_CONTEXT, vocab_tokens: 150_000, chunk_tokens: 512 };
+            let memory = Plan::new(&config, &types, limits, Card::H200).unwrap().memory();
+            let beside = memory.kv_bytes + memory.workspace_bytes + RESERVE_BYTES as usize;
+            assert!(file_bytes <= beside, "{dtype}: {file_bytes} bytes of {beside}");
+        }
     }
 }

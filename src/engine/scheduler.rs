@@ -6,7 +6,8 @@
 //! start again from their last token. Texts are read one after the other, long ones in parts with steps between them.
 
 pub(super) mod job;
-pub(super) mod prompt;
+mod prompt;
+pub(super) mod score;
 
 use std::{
     collections::VecDeque,
@@ -19,7 +20,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use self::{job::Job, prompt::Prompt};
+use self::{job::Job, prompt::Prompt, score::Scorer};
 use super::{Event, PromptProgress, generation::Reply, transcript::Transcript};
 use crate::{
     cancel::Cancel,
@@ -33,6 +34,10 @@ const POLL: Duration = Duration::from_millis(5);
 
 /// Steps of the rows between two parts of a text: few, since a part is read at many times their speed.
 const STEPS_A_PART: usize = 4;
+
+/// Most tokens of a part whose logits come to the host: there a token costs some 100 microseconds of all cores, ten times
+/// what it costs the device.
+const HOST_PART_TOKENS: usize = 512;
 
 /// What the loop needs of a device; [`crate::gpu::GpuModel`] documents each.
 pub(super) trait Steps {
@@ -140,11 +145,19 @@ pub(super) struct Sizes {
     pub part_tokens: usize,
 }
 
+impl Sizes {
+    /// The same where their logits come to the host.
+    pub fn host_part_tokens(&self) -> usize {
+        self.part_tokens.min(HOST_PART_TOKENS)
+    }
+}
+
 /// See the module.
 pub(super) struct Scheduler<S: Steps> {
     device: S,
     inbox: Receiver<Work<S>>,
     sizes: Sizes,
+    scorer: Arc<Scorer>,
     waiting: VecDeque<Work<S>>,
     /// The text that is being read.
     reading: Option<Reading<S>>,
@@ -170,11 +183,12 @@ struct Row<I> {
 }
 
 impl<S: Steps> Scheduler<S> {
-    pub fn new(device: S, inbox: Receiver<Work<S>>, sizes: Sizes) -> Self {
+    pub fn new(device: S, inbox: Receiver<Work<S>>, sizes: Sizes, scorer: Arc<Scorer>) -> Self {
         Self {
             device,
             inbox,
             sizes,
+            scorer,
             waiting: VecDeque::new(),
             reading: None,
             owed_steps: 0,
@@ -226,12 +240,23 @@ impl<S: Steps> Scheduler<S> {
 
     /// Whether a row has to leave, or something can come in.
     fn is_due(&self) -> bool {
-        self.rows.iter().any(|row| row.is_over() || row.request.backlog.is_full())
-            || self.aside.iter().any(|row| row.is_over() || row.request.backlog.has_room())
+        let crowded = self.is_crowded();
+        self.rows.iter().any(|row| row.is_over() || row.is_ahead(crowded))
+            || self.aside.iter().any(|row| row.is_over() || row.can_join(crowded))
             || match &self.reading {
                 Some(reading) => self.can_read(reading),
                 None => !self.waiting.is_empty() && self.can_admit(),
             }
+    }
+
+    /// Whether work waits for the place of a row. Then those whose readers are behind go on to their end too: their readers may
+    /// be waiting for that work.
+    fn is_crowded(&self) -> bool {
+        !self.waiting.is_empty() && !self.has_place()
+    }
+
+    fn has_place(&self) -> bool {
+        self.rows.len() + self.aside.len() < self.sizes.sequences
     }
 
     /// Whether rows have had the steps that they are owed.
@@ -244,8 +269,7 @@ impl<S: Steps> Scheduler<S> {
     }
 
     fn can_admit(&self) -> bool {
-        let has_room = self.rows.len() + self.aside.len() < self.sizes.sequences;
-        has_room && self.is_free() || self.broken.is_some()
+        self.has_place() && self.is_free() || self.broken.is_some()
     }
 
     fn step(&mut self) -> Result<()> {
@@ -273,11 +297,12 @@ impl<S: Steps> Scheduler<S> {
         while self.device.unread_steps() > 0 {
             self.read()?;
         }
+        let crowded = self.is_crowded();
         // The last row takes the place of one that leaves, so that the others keep theirs, and their block tables.
         let mut place = 0;
         while let Some(row) = self.rows.get(place) {
-            let (is_over, is_full) = (row.is_over(), row.request.backlog.is_full());
-            if !is_over && !is_full {
+            let is_over = row.is_over();
+            if !is_over && !row.is_ahead(crowded) {
                 place += 1;
                 continue;
             }
@@ -297,7 +322,7 @@ impl<S: Steps> Scheduler<S> {
             None if self.can_admit() => self.admit(),
             reading => self.reading = reading,
         }
-        let (joining, aside) = mem::take(&mut self.aside).into_iter().partition(|row| row.request.backlog.has_room());
+        let (joining, aside) = mem::take(&mut self.aside).into_iter().partition(|row| row.can_join(crowded));
         self.rows.extend::<Vec<_>>(joining);
         self.aside = aside;
         self.begin()
@@ -334,9 +359,9 @@ impl<S: Steps> Scheduler<S> {
 
     /// Reads the next part of a text.
     fn read_part(&mut self, mut reading: Reading<S>) {
-        match reading.advance(&mut self.device, self.sizes) {
+        match reading.advance(&mut self.device, self.sizes, &self.scorer) {
             Ok(tokens) => {
-                self.owed_steps = tokens * STEPS_A_PART / self.sizes.part_tokens;
+                self.owed_steps = tokens * STEPS_A_PART / reading.part_tokens(self.sizes);
                 match reading {
                     Reading::Prompt(prompt) if prompt.is_whole() => self.aside.push(prompt.finish()),
                     Reading::Job(id, job) if job.is_whole() => {
@@ -411,11 +436,18 @@ impl<S: Steps> Reading<S> {
         }
     }
 
-    /// Reads the next part; returns its tokens.
-    fn advance(&mut self, device: &mut S, sizes: Sizes) -> Result<usize> {
+    fn part_tokens(&self, sizes: Sizes) -> usize {
         match self {
-            Self::Prompt(prompt) => prompt.advance(device, sizes),
-            Self::Job(id, job) => job.advance(device, *id, sizes.part_tokens),
+            Self::Prompt(prompt) => prompt.part_tokens(sizes),
+            Self::Job(_, job) => job.part_tokens(),
+        }
+    }
+
+    /// Reads the next part; returns its tokens.
+    fn advance(&mut self, device: &mut S, sizes: Sizes, scorer: &Scorer) -> Result<usize> {
+        match self {
+            Self::Prompt(prompt) => prompt.advance(device, sizes, scorer),
+            Self::Job(id, job) => job.advance(device, *id),
         }
     }
 
@@ -440,6 +472,16 @@ impl<I> Row<I> {
     /// Whether it has to leave.
     fn is_over(&self) -> bool {
         self.ended || self.request.cancel.is_cancelled()
+    }
+
+    /// Whether it has to wait for its reader.
+    fn is_ahead(&self, crowded: bool) -> bool {
+        !crowded && self.request.backlog.is_full()
+    }
+
+    /// Whether it can come into the steps.
+    fn can_join(&self, crowded: bool) -> bool {
+        crowded || self.request.backlog.has_room()
     }
 
     fn last_token(&self) -> u32 {

@@ -13,8 +13,11 @@ pub(in crate::engine) trait Job<S: Steps>: Send {
     /// Asks for its early end.
     fn cancel(&self) -> &Cancel;
 
-    /// Reads the next part, at most `part_tokens`; returns its tokens.
-    fn advance(&mut self, device: &mut S, id: S::Id, part_tokens: usize) -> Result<usize>;
+    /// Most tokens of a part.
+    fn part_tokens(&self) -> usize;
+
+    /// Reads the next part; returns its tokens.
+    fn advance(&mut self, device: &mut S, id: S::Id) -> Result<usize>;
 
     /// Whether all parts were read.
     fn is_whole(&self) -> bool;
@@ -24,50 +27,52 @@ pub(in crate::engine) trait Job<S: Steps>: Send {
 }
 
 /// A [`Job`] that results in a `T`.
-pub(in crate::engine) struct Text<T, M, R> {
+pub(in crate::engine) struct Text<T, R> {
     tokens: usize,
+    part_tokens: usize,
     done: usize,
-    /// Makes what `read` adds to; taken by the first part.
-    make: Option<M>,
+    result: T,
     read: R,
-    result: Option<T>,
     results: Sender<Result<T>>,
     cancel: Cancel,
 }
 
-impl<T, M, R> Text<T, M, R> {
-    /// A job over `tokens` tokens, and where its result will come: `make` makes an empty one, and `read` reads a part of the
-    /// tokens into the sequence and adds to it. Both are called by the thread that owns the device.
-    pub fn new<S: Steps>(tokens: usize, make: M, read: R, cancel: &Cancel) -> (Self, Receiver<Result<T>>)
+impl<T, R> Text<T, R> {
+    /// A job over `tokens` tokens, and where its result will come. `read` reads a part of them into the sequence and adds
+    /// to the result; the thread that owns the device calls it.
+    pub fn new<S: Steps>(
+        tokens: usize,
+        part_tokens: usize,
+        result: T,
+        read: R,
+        cancel: &Cancel,
+    ) -> (Self, Receiver<Result<T>>)
     where
-        M: FnOnce(&mut S) -> Result<T>,
-        R: FnMut(&mut S, S::Id, Range<usize>, &mut T) -> Result<()>,
+        R: FnMut(&mut S, S::Id, Range<usize>, &mut T, &Cancel) -> Result<()>,
     {
         let (results, receiver) = mpsc::channel();
-        (Self { tokens, done: 0, make: Some(make), read, result: None, results, cancel: cancel.clone() }, receiver)
+        (Self { tokens, part_tokens, done: 0, result, read, results, cancel: cancel.clone() }, receiver)
     }
 }
 
-impl<S, T, M, R> Job<S> for Text<T, M, R>
+impl<S, T, R> Job<S> for Text<T, R>
 where
     S: Steps,
     T: Send,
-    M: FnOnce(&mut S) -> Result<T> + Send,
-    R: FnMut(&mut S, S::Id, Range<usize>, &mut T) -> Result<()> + Send,
+    R: FnMut(&mut S, S::Id, Range<usize>, &mut T, &Cancel) -> Result<()> + Send,
 {
     fn cancel(&self) -> &Cancel {
         &self.cancel
     }
 
-    fn advance(&mut self, device: &mut S, id: S::Id, part_tokens: usize) -> Result<usize> {
+    fn part_tokens(&self) -> usize {
+        self.part_tokens
+    }
+
+    fn advance(&mut self, device: &mut S, id: S::Id) -> Result<usize> {
         self.cancel.check()?;
-        if let Some(make) = self.make.take() {
-            self.result = Some(make(device)?);
-        }
-        let part = self.done..(self.done + part_tokens).min(self.tokens);
-        if let Some(result) = self.result.as_mut().filter(|_| !part.is_empty()) {
-            (self.read)(device, id, part.clone(), result)?;
-        }
+        let part = self.done..(self.done + self.part_tokens).min(self.tokens);
+        (self.read)(device, id, part.clone(), &mut self.result, &self.cancel)?;
         self.done = part.end;
         Ok(part.len())
     }
@@ -78,8 +83,7 @@ where
 
     fn end(self: Box<Self>, outcome: Result<()>) {
         let Self { result, results, .. } = *self;
-        let result = outcome.map(|()| result.expect("the first part made it"));
         // Nobody may be there to hear it.
-        let _ = results.send(result);
+        let _ = results.send(outcome.map(|()| result));
     }
 }

@@ -1,9 +1,9 @@
-//! Prompts on their way into the steps, and scores of what was read.
+//! Prompts on their way into the steps.
 
-use std::{mem, ops::Range, time::Instant};
+use std::{mem, time::Instant};
 
-use super::{PromptProgress, Request, Row, Sizes, Steps};
-use crate::{cancel::Cancel, error::Result, sampling::TokenLogprobs};
+use super::{PromptProgress, Request, Row, Sizes, Steps, score::Scorer};
+use crate::{error::Result, sampling::TokenLogprobs};
 
 /// A prompt of which a part was read. All but its last token is, which the first step takes.
 pub(super) struct Prompt<I> {
@@ -24,27 +24,38 @@ impl<I: Copy> Prompt<I> {
         self.read + 1 == self.request.prompt.len()
     }
 
+    /// Most tokens of a part.
+    pub fn part_tokens(&self, sizes: Sizes) -> usize {
+        if self.scores.is_some() { sizes.host_part_tokens() } else { sizes.part_tokens }
+    }
+
     /// Reads the next part; returns its tokens.
-    pub fn advance<S: Steps<Id = I>>(&mut self, device: &mut S, sizes: Sizes) -> Result<usize> {
+    pub fn advance<S: Steps<Id = I>>(&mut self, device: &mut S, sizes: Sizes, scorer: &Scorer) -> Result<usize> {
+        let most = self.part_tokens(sizes);
         let Request { prompt, params, progress, cancel, .. } = &*self.request;
         cancel.check()?;
-        let part = self.read..(self.read + sizes.part_tokens).min(prompt.len() - 1);
+        let part = &prompt[self.read..(self.read + most).min(prompt.len() - 1)];
         if !part.is_empty() {
             let mut shown = Shown { progress, tokens: 0 };
-            let mut show = |done, _| shown.set(done);
             match &mut self.scores {
                 Some(scores) => {
                     let top_n = params.prompt_logprobs.unwrap_or(0);
-                    scores.extend(score(device, self.id, prompt, part.clone(), top_n, sizes, &mut show, cancel)?);
+                    let mut sink = |logits: &[f32]| {
+                        scorer.add(scores, prompt, logits, top_n)?;
+                        shown.set(scores.len() - self.read);
+                        cancel.check()
+                    };
+                    device.prompt_logits(self.id, part, &mut sink, cancel)?;
                 }
-                None => device.prefill(self.id, &prompt[part.clone()], &mut show, cancel)?,
+                None => device.prefill(self.id, part, &mut |done, _| shown.set(done), cancel)?,
             }
         }
-        self.read = part.end;
+        self.read += part.len();
+        let tokens = part.len();
         if self.is_whole() {
-            progress.add(1);
+            self.request.progress.add(1);
         }
-        Ok(part.len())
+        Ok(tokens)
     }
 
     /// The row that it becomes.
@@ -64,32 +75,4 @@ impl Shown<'_> {
     fn set(&mut self, done: usize) {
         self.progress.add(done - mem::replace(&mut self.tokens, done));
     }
-}
-
-/// Reads `tokens[part]` and returns the log-probability of each token that follows one of them, given all before it.
-#[allow(clippy::too_many_arguments, reason = "a text, what to say of it, and who is told")]
-pub fn score<S: Steps>(
-    device: &mut S,
-    id: S::Id,
-    tokens: &[u32],
-    part: Range<usize>,
-    top_n: usize,
-    sizes: Sizes,
-    progress: &mut dyn FnMut(usize, usize),
-    cancel: &Cancel,
-) -> Result<Vec<TokenLogprobs>> {
-    let mut scores = Vec::with_capacity(part.len());
-    if part.is_empty() {
-        return Ok(scores);
-    }
-    let next = &tokens[part.start + 1..=part.end];
-    let mut sink = |logits: &[f32]| {
-        for row in logits.chunks_exact(sizes.logits) {
-            scores.push(TokenLogprobs::new(&row[..sizes.vocab_tokens], next[scores.len()], top_n)?);
-        }
-        progress(scores.len(), part.len());
-        cancel.check()
-    };
-    device.prompt_logits(id, &tokens[part.clone()], &mut sink, cancel)?;
-    Ok(scores)
 }

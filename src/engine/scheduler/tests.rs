@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeMap, HashSet},
-    ops::Range,
     sync::{
         Mutex,
         mpsc::{self, channel},
@@ -10,7 +9,7 @@ use std::{
     thread,
 };
 
-use super::{job::Text, prompt::score, *};
+use super::{job::Text, *};
 use crate::{
     kernels::{SAMPLE_RECORD_WORDS, SampleRecord},
     plan::TOKEN_RING,
@@ -134,6 +133,7 @@ impl Steps for Fake {
         sink: &mut dyn FnMut(&[f32]) -> Result<()>,
         cancel: &Cancel,
     ) -> Result<()> {
+        assert!(tokens.len() <= SIZES.part_tokens, "more than a part");
         // Two rows at a time, and what is left.
         for pair in tokens.chunks(2) {
             self.prefill(id, pair, &mut |_, _| {}, cancel)?;
@@ -174,6 +174,28 @@ impl Steps for Fake {
     }
 }
 
+fn scorer() -> Arc<Scorer> {
+    Arc::new(Scorer::new(SIZES, Some(2)).unwrap())
+}
+
+fn request(prompt: &[u32], params: &SamplingParams) -> (Running, Request) {
+    let (sender, replies) = channel();
+    let (cancel, backlog) = (Cancel::default(), Arc::new(Backlog::default()));
+    let progress = PromptProgress::default();
+    let request = Request {
+        prompt: prompt.to_vec(),
+        params: params.clone(),
+        seed: 1,
+        end_token_ids: Vec::new(),
+        transcript: Transcript::new(params, None, ENDLESS).unwrap(),
+        progress: progress.clone(),
+        cancel: cancel.clone(),
+        replies: sender,
+        backlog: Arc::clone(&backlog),
+    };
+    (Running { replies, progress, cancel, backlog }, request)
+}
+
 /// A loop on a thread of its own.
 struct Harness {
     seen: Arc<Mutex<Seen>>,
@@ -193,7 +215,7 @@ impl Harness {
         let seen = Arc::new(Mutex::new(Seen::default()));
         let (work, inbox) = channel();
         let inner = Arc::clone(&seen);
-        let thread = thread::spawn(move || Scheduler::new(Fake::new(&inner), inbox, SIZES).run());
+        let thread = thread::spawn(move || Scheduler::new(Fake::new(&inner), inbox, SIZES, scorer()).run());
         Self { seen, work: Some(work), thread: Some(thread) }
     }
 
@@ -206,34 +228,33 @@ impl Harness {
     }
 
     fn start_limited(&self, prompt: &[u32], params: &SamplingParams, ahead: usize) -> Running {
-        let (sender, replies) = channel();
-        let (cancel, backlog) = (Cancel::default(), Arc::new(Backlog::default()));
-        let progress = PromptProgress::default();
-        backlog.limit(ahead);
-        self.send(Work::Generate(Box::new(Request {
-            prompt: prompt.to_vec(),
-            params: params.clone(),
-            seed: 1,
-            end_token_ids: Vec::new(),
-            transcript: Transcript::new(params, None, ENDLESS).unwrap(),
-            progress: progress.clone(),
-            cancel: cancel.clone(),
-            replies: sender,
-            backlog: Arc::clone(&backlog),
-        })));
-        Running { replies, progress, cancel, backlog }
+        let (running, request) = request(prompt, params);
+        running.backlog.limit(ahead);
+        self.send(Work::Generate(Box::new(request)));
+        running
     }
 
     /// A job that scores `tokens`.
     fn score(&self, tokens: &[u32], top_n: usize, cancel: &Cancel) -> Receiver<Result<Vec<TokenLogprobs>>> {
-        let (text, inner) = (tokens.to_vec(), cancel.clone());
-        let read = move |device: &mut Fake, id, part, scores: &mut Vec<_>| {
-            scores.extend(score(device, id, &text, part, top_n, SIZES, &mut |_, _| {}, &inner)?);
-            Ok(())
+        let (text, scorer) = (tokens.to_vec(), scorer());
+        let read = move |device: &mut Fake, id, part, scores: &mut Vec<_>, cancel: &Cancel| {
+            let mut sink = |logits: &[f32]| {
+                scorer.add(scores, &text, logits, top_n)?;
+                cancel.check()
+            };
+            device.prompt_logits(id, &text[part], &mut sink, cancel)
         };
-        let (job, scores) = Text::new(tokens.len() - 1, |_: &mut Fake| Ok(Vec::new()), read, cancel);
+        let (job, scores) = Text::new(tokens.len() - 1, SIZES.host_part_tokens(), Vec::new(), read, cancel);
         self.send(Work::Job(Box::new(job)));
         scores
+    }
+
+    /// Spins, for as long as the loop goes on.
+    fn wait_until(&self, there: impl Fn() -> bool) {
+        while !there() {
+            assert!(!self.thread.as_ref().unwrap().is_finished(), "the loop has ended");
+            thread::yield_now();
+        }
     }
 
     /// Ends the loop, which must not have panicked.
@@ -374,6 +395,20 @@ fn a_row_whose_reader_is_behind_waits_for_it() {
 }
 
 #[test]
+fn rows_that_nobody_reads_do_not_keep_others_waiting() {
+    let harness = Harness::new();
+    let unread: Vec<_> = (0..3).map(|i| harness.start_limited(&[i, 7], &of_length(300), 10)).collect();
+    harness.wait_until(|| unread.iter().all(|row| row.backlog.is_full()));
+    // All places are taken, and whoever reads those rows wants this first.
+    assert_eq!(harness.start(&[9], &of_length(5)).finish().unwrap(), expected(&[9], 5));
+    assert_eq!(harness.score(&[1, 2, 3], 0, &Cancel::default()).recv().unwrap().unwrap().len(), 2);
+    for (i, row) in (0..).zip(&unread) {
+        assert_eq!(row.finish().unwrap(), expected(&[i, 7], 300));
+    }
+    assert_eq!(harness.end().sequences, 0);
+}
+
+#[test]
 fn jobs_take_turns_with_steps() {
     let harness = Harness::new();
     let running = harness.start(&[2, 2], &of_length(400));
@@ -448,14 +483,14 @@ fn the_loop_ends_with_the_last_who_could_ask() {
     harness.end();
     let (sender, inbox) = mpsc::channel();
     drop(sender);
-    Scheduler::new(Fake::new(&Arc::default()), inbox, SIZES).run();
+    Scheduler::new(Fake::new(&Arc::default()), inbox, SIZES, scorer()).run();
 }
 
 #[test]
 fn a_cancelled_row_is_gone_after_the_next_turn() {
     let (work, inbox) = channel();
     let harness = Harness { seen: Arc::default(), work: Some(work), thread: None };
-    let mut scheduler = Scheduler::new(Fake::new(&harness.seen), inbox, SIZES);
+    let mut scheduler = Scheduler::new(Fake::new(&harness.seen), inbox, SIZES, scorer());
     let rows = [harness.start(&[1, 2], &of_length(ENDLESS)), harness.start(&[3], &of_length(ENDLESS))];
     let mut turn = || {
         assert!(scheduler.receive());
@@ -498,9 +533,7 @@ fn other_rows_have_steps_between_the_parts_of_a_long_prompt() {
     assert_eq!(tokens, expected(&[5], tokens.len() + 1)[1..]);
     // One that is cancelled on the way.
     let cancelled = harness.start(&prompt, &of_length(ENDLESS));
-    while cancelled.progress.tokens() == 0 {
-        thread::yield_now();
-    }
+    harness.wait_until(|| cancelled.progress.tokens() > 0);
     cancelled.cancel.cancel();
     assert!(matches!(cancelled.finish(), Err(Error::Cancelled)));
     drop(running);
@@ -528,9 +561,7 @@ fn other_rows_have_steps_between_the_parts_of_a_job() {
     let cancelled = harness.score(&text, 0, &cancel);
     let prefills = || harness.seen.lock().unwrap().prefills;
     let read = prefills();
-    while prefills() == read {
-        thread::yield_now();
-    }
+    harness.wait_until(|| prefills() > read);
     cancel.cancel();
     assert!(matches!(cancelled.recv().unwrap(), Err(Error::Cancelled)));
     let tokens: Vec<_> = running.replies.try_iter().map(|reply| reply.unwrap().event.token_id).collect();
@@ -543,16 +574,47 @@ fn other_rows_have_steps_between_the_parts_of_a_job() {
 }
 
 #[test]
-fn a_job_whose_result_cannot_be_made_reads_nothing() {
+fn a_job_that_was_cancelled_before_its_turn_reads_nothing() {
     let harness = Harness::new();
-    let make = |_: &mut Fake| Err::<(), _>(Error::value("logits", "too many", "fewer"));
-    let read = |_: &mut Fake, _: u32, _: Range<usize>, (): &mut ()| panic!("there is nothing to read into");
-    let (job, result) = Text::new(5, make, read, &Cancel::default());
-    harness.send(Work::Job(Box::new(job)));
-    assert!(result.recv().unwrap().unwrap_err().to_string().starts_with("logits"));
-    // One that is cancelled before its turn does not get as far.
     let cancel = Cancel::default();
     cancel.cancel();
     assert!(matches!(harness.score(&[1, 2], 0, &cancel).recv().unwrap(), Err(Error::Cancelled)));
     assert_eq!(harness.end().prefills, 0);
+}
+
+#[test]
+fn a_cancelled_text_does_not_wait_for_the_steps_that_rows_are_owed() {
+    let (work, inbox) = channel();
+    let harness = Harness { seen: Arc::default(), work: Some(work), thread: None };
+    let mut scheduler = Scheduler::new(Fake::new(&harness.seen), inbox, SIZES, scorer());
+    let row = harness.start(&[3], &of_length(ENDLESS));
+    let mut turn = || {
+        assert!(scheduler.receive());
+        scheduler.turn();
+        let seen = harness.seen.lock().unwrap();
+        (seen.prefills, seen.sequences)
+    };
+    for _ in 0..5 {
+        turn();
+    }
+    let cancel = Cancel::default();
+    let scores = harness.score(&[1; 1000], 0, &cancel);
+    // A part is read two tokens at a time.
+    assert_eq!(turn(), (SIZES.part_tokens / 2, 2), "one part");
+    assert_eq!(turn(), (SIZES.part_tokens / 2, 2), "a step that is owed");
+    cancel.cancel();
+    assert_eq!(turn(), (SIZES.part_tokens / 2, 1));
+    assert!(matches!(scores.try_recv(), Ok(Err(Error::Cancelled))));
+    drop(row);
+}
+
+#[test]
+fn parts_whose_logits_come_to_the_host_are_shorter() {
+    let sizes = Sizes { part_tokens: 8192, ..SIZES };
+    let request = |prompt_logprobs| {
+        let (_, request) = request(&[1, 2], &SamplingParams { prompt_logprobs, ..of_length(1) });
+        Prompt::new(0u32, Box::new(request)).part_tokens(sizes)
+    };
+    assert_eq!([None, Some(0), Some(5)].map(request), [8192, HOST_PART_TOKENS, HOST_PART_TOKENS]);
+    assert_eq!(SIZES.host_part_tokens(), SIZES.part_tokens);
 }
