@@ -35,8 +35,8 @@ const POLL: Duration = Duration::from_millis(5);
 /// Steps of the rows between two parts of a text: few, since a part is read at many times their speed.
 const STEPS_A_PART: usize = 4;
 
-/// Most tokens of a part whose logits come to the host: there a token costs some 100 microseconds of all cores, ten times
-/// what it costs the device.
+/// Most tokens of a part whose logits come to the host: there a token may cost 100 microseconds of 16 cores, ten times what
+/// it costs the device.
 const HOST_PART_TOKENS: usize = 512;
 
 /// What the loop needs of a device; [`crate::gpu::GpuModel`] documents each.

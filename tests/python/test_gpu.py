@@ -225,6 +225,16 @@ def test_device_arrays(gpu: Flint) -> None:
     assert (tensor.cpu().numpy() == expected).all()
 
 
+def test_a_stream_keeps_no_call_of_its_reader_waiting() -> None:
+    options = {"seed": 3, "max_tokens": 1500, "ignore_eos": True}
+    with Flint(flint_rs.SMALL_MODEL, device="cuda", max_sequences=1) as flint:
+        with flint.stream(TEXT, **options) as stream:
+            token_ids = [next(stream).token_id]
+            assert flint.score(flint.tokenize(TEXT)).size > 1
+            token_ids += [event.token_id for event in stream]
+        assert token_ids == flint.generate(TEXT, **options).token_ids
+
+
 def test_device_arrays_in_cupy(gpu: Flint) -> None:
     cupy = pytest.importorskip("cupy")
     ids = gpu.tokenize(TEXT)

@@ -5,7 +5,7 @@ use rayon::{ThreadPool, prelude::*};
 use super::Sizes;
 use crate::{error::Result, sampling::TokenLogprobs, threads};
 
-/// Threads that score rows of logits: one row of a large vocabulary takes a millisecond.
+/// Threads that score rows of logits: one row of a large vocabulary takes a millisecond or two.
 #[derive(Debug)]
 pub(in crate::engine) struct Scorer {
     threads: ThreadPool,
