@@ -9,8 +9,8 @@ use std::{
 use crate::{cancel::Cancel, error::Result};
 
 /// Runs `task` for each index below `n`, on the threads of the pool that this is called in. Threads draw indices from a common
-/// counter, so uneven tasks and busy cores balance; `init` makes a thread's workspace. `cancel` is checked before each task,
-/// so a task should take milliseconds.
+/// counter, so uneven tasks and busy cores balance; `init` makes the workspace of a thread that has drawn one. `cancel` is
+/// checked before each task, so a task should take milliseconds.
 pub fn for_each<S>(
     n: usize,
     cancel: &Cancel,
@@ -19,21 +19,20 @@ pub fn for_each<S>(
 ) -> Result<()> {
     cancel.check()?;
     let next = AtomicUsize::new(0);
+    let draw = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|&i| i < n && !cancel.is_cancelled());
     let work = || {
-        let mut workspace = init();
-        loop {
-            let i = next.fetch_add(1, Ordering::Relaxed);
-            if i >= n || cancel.is_cancelled() {
-                return;
-            }
-            task(&mut workspace, i);
+        let mut workspace = None;
+        while let Some(i) = draw() {
+            task(workspace.get_or_insert_with(&init), i);
         }
     };
-    if n == 1 {
+    // Not a broadcast: that waits until every thread has come by, also one that the system gives no core to.
+    rayon::scope(|scope| {
+        for _ in 1..n.min(rayon::current_num_threads()) {
+            scope.spawn(|_| work());
+        }
         work();
-    } else {
-        rayon::broadcast(|_| work());
-    }
+    });
     cancel.check()
 }
 
