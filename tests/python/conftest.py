@@ -13,8 +13,9 @@ import reference
 # A shell that runs the tests in the background has them ignore SIGINT, which processes started here would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Slow enough on the reference path that work is going on when a test interrupts it: about 20 million weights a token.
-SLOW = reference.Shape(6, 512, 8, 2, 64, 1024, 4, 4, 512, 512, 33)
+# Slow enough on the reference path that work is going on when a test interrupts it, and far from done when that is seen
+# late: about 80 million weights a token, 30 ms of a core.
+SLOW = reference.Shape(6, 1024, 8, 2, 64, 2048, 4, 4, 1024, 1024, 33)
 
 
 @pytest.fixture(scope="session")

@@ -172,7 +172,7 @@ def test_the_gil_is_free_while_it_works(slow_flint: Flint) -> None:
     done = threading.Event()
 
     def work() -> None:
-        slow_flint.generate("the other", max_tokens=3, ignore_eos=True)
+        slow_flint.generate("the other", max_tokens=20, ignore_eos=True)
         done.set()
 
     thread = threading.Thread(target=work)
