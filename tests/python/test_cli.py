@@ -244,7 +244,7 @@ def test_a_full_standard_error_costs_no_result(gguf_path: Path) -> None:
     def shell(arguments: str) -> subprocess.CompletedProcess[str]:
         command = ["sh", "-c", f'"$0" -m flint_rs.cli {arguments} 2>/dev/full', sys.executable, gguf_path]
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+            command, capture_output=True, encoding="utf-8", timeout=60, check=False, stdin=subprocess.DEVNULL
         )
 
     text = shell('the --model "$1" --max-tokens 5 --ignore-eos --seed 3')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -225,6 +226,8 @@ def test_long_work_is_announced_where_no_bar_is_seen(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "flint_rs")
+    # `pytest -s` leaves a terminal there.
+    monkeypatch.setattr("sys.stderr", io.StringIO())
     now = 100.0
     monkeypatch.setattr("flint_rs._progress.time.monotonic", lambda: now)
     for announced, expected in ((True, ["making weights: 5.8 of 23.0 GB after 15 s, 45 s to go"]), (False, [])):
