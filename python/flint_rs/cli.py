@@ -1,15 +1,18 @@
 """The command line.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+Text is UTF-8 on standard input and output, whatever the locale. Exit codes: 0 done, 1 failed, 2 wrong usage,
+130 interrupted, 128 + N ended by signal N.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,6 +25,7 @@ from flint_rs._progress import Bar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import FrameType
 
     from flint_rs import Result
     from flint_rs._options import SamplingOptions
@@ -42,12 +46,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # A caller may have closed a standard stream, which Python then has as None.
     sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115, open to the end
-    sys.stdin = sys.stdin or Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115
+    sys.stdin = sys.stdin or io.TextIOWrapper(io.BytesIO())
     if sys.stdout is None:
         write("flint-rs: error: standard output is closed\n")
         return 1
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Prompts are read as UTF-8; a locale without the characters of a result would cost the result.
+        sys.stdout.reconfigure(encoding="utf-8")
+    if argv is None:
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # not every system has both
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _end)
     try:
         return _checked_run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        if argv is None:
+            # Another one finds nothing to stop but this process, which is ending.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return 130
     finally:
         try:
             sys.stderr.flush()
@@ -57,12 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    """Ends as after an error: what was begun is taken back, such as the file of a conversion."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def _checked_run(argv: list[str]) -> int:
     try:
         status = _run(argv)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         # The reader has what it wanted. Python flushes standard output once more on exit, into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -265,13 +286,19 @@ def _token_ids(text: str) -> list[int]:
 def _read_text(source: str | None) -> str:
     """Text of a file, or of standard input, exactly as it stands there."""
     piped = source in (None, "-")
-    data = sys.stdin.buffer.read() if piped else Path(str(source)).read_bytes()
+    # As it was given: a path object would make the current folder of an empty one.
+    data = sys.stdin.buffer.read() if piped else _read_bytes(str(source))
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         name = "standard input" if piped else source
         msg = f"{name}: expected UTF-8, found byte {data[error.start]:#04x} at position {error.start}"
         raise flint_rs.InvalidValueError(msg) from None
+
+
+def _read_bytes(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -147,6 +147,7 @@ def test_perplexity(gguf_path: Path, tmp_path: Path) -> None:
     fails(run("perplexity", file, "--model", gguf_path, "--window", 1), 2, "window", "512")
     file.write_text("")
     fails(run("perplexity", file, "--model", gguf_path), 2, "text.txt")
+    fails(run("perplexity", "", "--model", gguf_path), 1, "No such file", "''")
 
 
 @pytest.mark.parametrize(
@@ -202,6 +203,52 @@ def test_interrupted(slow_path: Path) -> None:
     assert time.monotonic() - start < 2
     assert child.returncode == 130
     assert err == b""
+
+
+def test_interrupted_again_while_it_ends(slow_path: Path) -> None:
+    # Wherever the second one comes: while it waits for its thread, returns, or Python ends.
+    for pause in (0.0, 0.005, 0.01, 0.02, 0.04, 0.08):
+        command = [*COMMAND, "the other", "--model", str(slow_path), "--device", "reference", "--ignore-eos"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            child.stdout.read(1)
+            for _ in range(2):
+                child.send_signal(signal.SIGINT)
+                time.sleep(pause)
+            _, err = child.communicate(timeout=60)
+        assert (child.returncode, err) == (130, b"")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_leaves_no_part_of_a_file(slow_path: Path, tmp_path: Path, number: signal.Signals) -> None:
+    command = [*COMMAND, "convert", str(slow_path), str(tmp_path / "a.gguf"), "--type", "nvfp4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        while not list(tmp_path.iterdir()):
+            assert child.poll() is None
+            time.sleep(0.001)
+        child.send_signal(number)
+        _, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (128 + number, b"")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_is_utf8_whatever_the_locale(gguf_path: Path) -> None:
+    with flint_rs.Flint(gguf_path, device="cpu") as flint:
+        ids = flint.tokenize("é漢")
+        params = flint_rs.SamplingParams(max_tokens=20, seed=3, ignore_eos=True, allowed_token_ids=ids)
+        expected = flint.generate("é漢", params).text
+    options = ["--model", str(gguf_path), "--device", "cpu", "--max-tokens", "20", "--quiet", "--seed", "3"]
+    found = subprocess.run(
+        [*COMMAND, "-", *options, "--ignore-eos", "--allowed-token-ids", *map(str, ids)],
+        input="é漢".encode(),
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"},
+    )
+    assert (found.returncode, found.stderr) == (0, b"")
+    assert found.stdout.decode().removesuffix("\n") == expected
+    assert not expected.isascii()
 
 
 def test_a_terminal_sees_a_bar(gguf_path: Path) -> None:
