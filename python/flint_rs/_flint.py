@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flint_rs import hub
-from flint_rs._core import Event, Model, SamplingParams
+from flint_rs._core import Event, InvalidValueError, Model, SamplingParams
 from flint_rs._log import say
 from flint_rs._progress import Bar
 
@@ -38,7 +39,12 @@ def synthetic_source(
     if isinstance(dims, (str, os.PathLike)) and os.fspath(dims):
         return seed, Path(dims).read_text(encoding="utf-8"), format, True
     if dims is None or isinstance(dims, Mapping):
-        return seed, json.dumps(dict(dims or {})), format, False
+        values = dict(dims or {})
+        try:
+            return seed, json.dumps(values, allow_nan=False), format, False
+        except (TypeError, ValueError) as error:
+            msg = f"dims: expected values that JSON can write, found {reprlib.repr(values)}: {error}"
+            raise (TypeError if isinstance(error, TypeError) else InvalidValueError)(msg) from None
     msg = f"dims: expected None, a dict with keys of a config.json, or the path of one, found {dims!r}"
     raise TypeError(msg)
 

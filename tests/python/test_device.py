@@ -193,6 +193,8 @@ def test_synthetic_arguments(tmp_path: Path) -> None:
         ({"max_sequences": 2**70}, ValueError, r"^max_sequences: .* 1 to 256, found 1180591620717411303424$"),
         ({"dims": tmp_path / "none.json"}, FileNotFoundError, "none.json"),
         ({"dims": 5}, TypeError, "dims.*5"),
+        ({"dims": {"hidden_size": object()}}, TypeError, "^dims: expected values that JSON can write, found {'hidden"),
+        ({"dims": {"rope_theta": float("nan")}}, ValueError, "^dims: expected values that JSON can write, found .*nan"),
         ({"format": "q4"}, ValueError, "format.*q4"),
         ({"seed": -1}, ValueError, "seed"),
         ({"seed": "s"}, TypeError, "seed"),
