@@ -11,7 +11,11 @@ use std::{
     time::Instant,
 };
 
-use pyo3::prelude::*;
+use pyo3::{
+    PyTraverseError, PyVisit,
+    exceptions::{PyRuntimeError, PyStopIteration},
+    prelude::*,
+};
 
 use super::{
     model::check_process,
@@ -205,6 +209,16 @@ impl Stream {
     }
 }
 
+/// From a callback, `StopIteration` would look like the end of the stream; a generator makes the same of it.
+fn not_the_end(py: Python<'_>, error: PyErr) -> PyErr {
+    if !error.is_instance_of::<PyStopIteration>(py) {
+        return error;
+    }
+    let told = PyRuntimeError::new_err("progress raised StopIteration");
+    told.set_cause(py, Some(error));
+    told
+}
+
 impl Drop for Stream {
     fn drop(&mut self) {
         self.cancel.cancel();
@@ -213,6 +227,11 @@ impl Drop for Stream {
 
 #[pymethods]
 impl Stream {
+    /// The callback may hold what holds the stream: such a circle is garbage too, and its work ends when it is found.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.progress.callback.as_ref().map_or(Ok(()), |callback| visit.call(callback))
+    }
+
     fn __iter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
         slf
     }
@@ -228,7 +247,9 @@ impl Stream {
                 Poll::Failed(error) => return Err(error.into()),
                 Poll::Panicked(worker) => wait::join(py, worker),
                 Poll::Nothing => {
-                    py.check_signals().and_then(|()| self.progress.show(py)).inspect_err(|_| self.stop(py))?;
+                    py.check_signals()
+                        .and_then(|()| self.progress.show(py).map_err(|error| not_the_end(py, error)))
+                        .inspect_err(|_| self.stop(py))?;
                 }
             }
         }

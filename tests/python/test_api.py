@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import os
 import subprocess
@@ -104,6 +105,11 @@ def test_progress_of_prompts(slow_flint: Flint) -> None:
 
         with pytest.raises(RuntimeError):
             start(stop)
+    # Which would look like the end of the stream.
+    ends = iter(()).__next__
+    with pytest.raises(RuntimeError, match="progress raised StopIteration") as raised:
+        list(slow_flint.stream([1] * 70, max_tokens=1, progress=lambda *_: ends()))
+    assert isinstance(raised.value.__cause__, StopIteration)
     assert slow_flint.generate([1], max_tokens=1, progress=lambda *_: None).usage.prompt_tokens == 1
     # Also of a prompt that is too short for a call.
     for start in (slow_flint.generate, slow_flint.stream):
@@ -205,16 +211,33 @@ def wait_for_workers(count: int) -> None:
 def test_a_stream_ends_its_work(slow_flint: Flint, how: str) -> None:
     wait_for_workers(0)  # the one that loaded the model may still be on its way out
     stream = slow_flint.stream("the other", max_tokens=400, ignore_eos=True)
-    with stream:
+    with stream if how == "with" else contextlib.nullcontext():
         next(stream)
         wait_for_workers(1)
         if how == "cancel":
             stream.cancel()
-            assert list(stream) == []
-            assert stream.result is None
-    if how == "with":
+    if how == "drop":
+        del stream
+    else:
         assert list(stream) == []
-    del stream
+        assert stream.result is None
+    wait_for_workers(0)
+
+
+def test_a_stream_in_a_circle_ends_with_it(slow_flint: Flint) -> None:
+    class Reader:
+        def __init__(self) -> None:
+            self.stream = slow_flint.stream([1] * 20, max_tokens=400, ignore_eos=True, progress=self.show)
+
+        def show(self, done: int, total: int) -> None:
+            pass
+
+    wait_for_workers(0)
+    reader = Reader()
+    next(reader.stream)
+    wait_for_workers(1)
+    del reader
+    gc.collect()
     wait_for_workers(0)
 
 
