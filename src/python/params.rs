@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use pyo3::{
     IntoPyObjectExt,
-    exceptions::{PyTypeError, PyUnicodeEncodeError, PyValueError},
+    exceptions::{PyOverflowError, PyTypeError, PyUnicodeEncodeError, PyValueError},
     prelude::*,
     types::{PyDict, PyString},
 };
@@ -48,15 +48,18 @@ where
     }
     value.extract::<T>().map_err(|error| {
         let error: PyErr = error.into();
-        let found = shown(value);
         if error.is_instance_of::<PyUnicodeEncodeError>(py) {
             return surrogate(name, &error, value).into();
         }
-        // A number of the right type that does not fit is an OverflowError.
+        let found = shown(value);
         if error.is_instance_of::<PyTypeError>(py) || error.is_instance_of::<PyValueError>(py) {
             PyTypeError::new_err(format!("{name}: expected {accepted}, found {found}"))
-        } else {
+        } else if error.is_instance_of::<PyOverflowError>(py) {
+            // A number of the right type that does not fit.
             Error::value(name, found, accepted).into()
+        } else {
+            // What the value's own code raised, Ctrl-C among it, says nothing of what it is.
+            error
         }
     })
 }

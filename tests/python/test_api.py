@@ -324,6 +324,30 @@ def test_after_fork(gguf_path: Path, tmp_path: Path) -> None:
     assert (child.stdout, child.stderr) == ("both fine\n", "")
 
 
+def test_what_the_code_of_a_value_raises_is_not_hidden(flint: Flint) -> None:
+    class Stubborn:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, i: int) -> int:
+            raise KeyboardInterrupt
+
+        def __index__(self) -> int:
+            raise KeyboardInterrupt
+
+        def __float__(self) -> float:
+            raise KeyboardInterrupt
+
+    for use in (
+        lambda: flint.generate([1, Stubborn()]),
+        lambda: flint.logits([Stubborn()]),
+        lambda: SamplingParams(temperature=Stubborn()),  # type: ignore[arg-type]
+        lambda: SamplingParams(seed=Stubborn()),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            use()
+
+
 def test_tokenize(flint: Flint) -> None:
     source = reference.tokenizer()
     assert flint.tokenize("the other 12\n") == source.encode("the other 12\n").ids
