@@ -6,7 +6,7 @@ use pyo3::{
     IntoPyObjectExt,
     exceptions::{PyOverflowError, PyTypeError, PyUnicodeEncodeError, PyValueError},
     prelude::*,
-    types::{PyDict, PyString},
+    types::{PyDict, PyFloat, PyString},
 };
 
 use crate::{error::Error, sampling};
@@ -86,6 +86,17 @@ fn surrogate(name: &str, error: &PyErr, value: &Bound<'_, PyAny>) -> Error {
     Error::value(name, found, "text that UTF-8 can write")
 }
 
+/// `error` with the number that the caller gave: fp32 makes `inf` of 1e300.
+fn as_given(mut error: Error, options: Option<&Bound<'_, PyDict>>) -> Error {
+    if let Error::Value { field, found, .. } = &mut error
+        && let Some(value) = options.and_then(|options| options.get_item(&*field).ok().flatten())
+        && value.is_instance_of::<PyFloat>()
+    {
+        *found = shown(&value);
+    }
+    error
+}
+
 /// Python's value of a field.
 trait ToPython {
     fn to_python<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>>;
@@ -136,7 +147,7 @@ macro_rules! sampling_params {
                     }
                 }
                 // Token ids are compared with the model's vocabulary when it is known.
-                params.validate(usize::MAX)?;
+                params.validate(usize::MAX).map_err(|error| as_given(error, options))?;
                 Ok(Self(params))
             }
 

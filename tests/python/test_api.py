@@ -484,6 +484,7 @@ def test_sampling_parameters(flint: Flint, name: str, value: Any, error: type[Ex
 def test_ranges_are_said_whole(flint: Flint) -> None:
     for name, value, accepted in (
         ("top_k", 2**70, "an integer from -1 to 2**63 - 1"),
+        ("temperature", 1e300, "a finite number of at least 0"),
         ("max_tokens", 2**64, "None or an integer from 1 to 2**64 - 1"),
         ("max_tokens", -5, "None or an integer from 1 to 2**64 - 1"),
         ("min_tokens", 2**64, "an integer from 0 to 2**64 - 1"),
