@@ -54,16 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Prompts are read as UTF-8; a locale without the characters of a result would cost the result.
         sys.stdout.reconfigure(encoding="utf-8")
     if argv is None:
-        for name in ("SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # not every system has both
-            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, _end)
+        _catch_signals()
     try:
         return _checked_run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
-        if argv is None:
-            # Another one finds nothing to stop but this process, which is ending.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
         return 130
     finally:
         try:
@@ -74,10 +68,25 @@ def main(argv: Sequence[str] | None = None) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-def _end(number: int, _frame: FrameType | None) -> NoReturn:
-    """Ends as after an error: what was begun is taken back, such as the file of a conversion."""
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit(128 + number)
+def _catch_signals() -> None:
+    """Has SIGINT, SIGTERM and SIGHUP, where they are not ignored, end the process as an error does.
+
+    What was begun is taken back, such as the file of a conversion. After the first, another one finds nothing to stop.
+    """
+    catches = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGHUP": signal.SIG_DFL}
+
+    def end(number: int, _frame: FrameType | None) -> NoReturn:
+        for other in caught:
+            signal.signal(other, signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + number)
+
+    # Not every system has SIGHUP.
+    found = [(getattr(signal, name), before) for name, before in catches.items() if hasattr(signal, name)]
+    caught = [number for number, before in found if signal.getsignal(number) is before]
+    for number in caught:
+        signal.signal(number, end)
 
 
 def _checked_run(argv: list[str]) -> int:
