@@ -51,11 +51,10 @@ impl<I: Copy> Prompt<I> {
             }
         }
         self.read += part.len();
-        let tokens = part.len();
         if self.is_whole() {
-            self.request.progress.add(1);
+            progress.add(1);
         }
-        Ok(tokens)
+        Ok(part.len())
     }
 
     /// The row that it becomes.
