@@ -269,7 +269,7 @@ impl Running {
     fn finish(&self) -> Result<Vec<u32>> {
         let mut tokens = Vec::new();
         loop {
-            let reply = self.replies.recv_timeout(Duration::from_secs(60)).expect("the loop goes on")?;
+            let reply = self.replies.recv_timeout(Duration::from_mins(1)).expect("the loop goes on")?;
             self.backlog.take();
             tokens.push(reply.event.token_id);
             if reply.event.finish_reason.is_some() {
