@@ -157,9 +157,15 @@ impl Buffer {
     }
 
     pub(super) fn check(&self, offset: usize, len: usize) {
-        let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);
-        assert!(fits, "{len} bytes at {offset} of a buffer of {}", self.len);
+        check_range(self.len, offset, len);
     }
+}
+
+/// # Panics
+/// When a memory of `all` bytes has no `len` bytes at `offset`.
+pub(super) fn check_range(all: usize, offset: usize, len: usize) {
+    let fits = offset.checked_add(len).is_some_and(|end| end <= all);
+    assert!(fits, "{len} bytes at {offset} of a buffer of {all}");
 }
 
 impl Drop for Buffer {

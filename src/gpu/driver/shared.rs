@@ -4,7 +4,7 @@ use std::ptr;
 
 use cudarc::driver::{result, sys};
 
-use super::{Buffer, failed};
+use super::{Buffer, failed, memory::check_range};
 use crate::error::Result;
 
 /// Device memory of any thread. It holds the context, so that it may outlive the [`super::Device`] it was made on.
@@ -36,8 +36,7 @@ impl Buffer {
     /// When either has fewer.
     pub fn queue_copy(&self, offset: usize, to: &DeviceMemory, at: usize, len: usize) -> Result<()> {
         self.check(offset, len);
-        let fits = at.checked_add(len).is_some_and(|end| end <= to.len);
-        assert!(fits, "{len} bytes at {at} of a memory of {}", to.len);
+        check_range(to.len, at, len);
         // SAFETY: both ends were checked, and freeing either waits for the stream.
         unsafe {
             result::memcpy_dtod_async(to.address + at as u64, self.address() + offset as u64, len, self.device.stream())
