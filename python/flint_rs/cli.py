@@ -73,18 +73,15 @@ def _catch_signals() -> None:
 
     What was begun is taken back, such as the file of a conversion. After the first, another one finds nothing to stop.
     """
-    catches = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGHUP": signal.SIG_DFL}
 
     def end(number: int, _frame: FrameType | None) -> NoReturn:
         for other in caught:
             signal.signal(other, signal.SIG_IGN)
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
         sys.exit(128 + number)
 
-    # Not every system has SIGHUP.
-    found = [(getattr(signal, name), before) for name, before in catches.items() if hasattr(signal, name)]
-    caught = [number for number, before in found if signal.getsignal(number) is before]
+    unheard = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGHUP": signal.SIG_DFL}
+    numbers = {getattr(signal, name, None): handler for name, handler in unheard.items()}  # not every system has SIGHUP
+    caught = [number for number, handler in numbers.items() if number and signal.getsignal(number) is handler]
     for number in caught:
         signal.signal(number, end)
 
