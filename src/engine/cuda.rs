@@ -1,7 +1,6 @@
 //! The engine on a GPU: one thread loads the model and owns it, everyone else sends it work.
 
 use std::{
-    ops::Range,
     process,
     sync::{
         Arc,
@@ -13,7 +12,11 @@ use std::{
 use super::{
     LoadOptions, Memory, Origin,
     generation::wait,
-    scheduler::{Request, Scheduler, Sizes, Steps, Work, job::Text, score::Scorer},
+    scheduler::{
+        Request, Scheduler, Sizes, Steps, Work,
+        job::{Begun, text_job},
+        score::Scorer,
+    },
 };
 use crate::{
     cancel::Cancel,
@@ -128,20 +131,22 @@ impl Cuda {
             why: why.to_string(),
         })?;
         let (text, most) = (tokens.to_vec(), self.facts.sizes.host_part_tokens());
-        self.job(tokens.len(), most, logits, cancel, move |model, id, part, logits, cancel| {
-            let mut sink = |rows: &[f32]| {
-                logits.extend_from_slice(rows);
-                Ok(())
-            };
-            model.prompt_logits(id, &text[part], &mut sink, cancel)
-        })
+        let job =
+            text_job(tokens.len(), most, logits, cancel, move |model: &mut GpuModel, id, part, logits, cancel| {
+                let mut sink = |rows: &[f32]| {
+                    logits.extend_from_slice(rows);
+                    Ok(())
+                };
+                model.prompt_logits(id, &text[part], &mut sink, cancel)
+            });
+        self.run(job, cancel)
     }
 
     /// As [`super::Engine::logits_on_device`].
     pub fn logits_on_device(&self, tokens: &[u32], cancel: &Cancel) -> Result<DeviceLogits> {
         let shape = [tokens.len(), self.facts.sizes.logits];
         let (text, most) = (tokens.to_vec(), self.facts.sizes.part_tokens);
-        let memory = self.job(tokens.len(), most, None, cancel, move |model, id, part, memory, cancel| {
+        let job = text_job(tokens.len(), most, None, cancel, move |model: &mut GpuModel, id, part, memory, cancel| {
             let memory = match memory {
                 Some(memory) => memory,
                 none => {
@@ -150,35 +155,19 @@ impl Cuda {
                 }
             };
             model.prompt_logits_into(id, &text[part.clone()], memory, part.start, cancel)
-        })?;
+        });
+        let memory = self.run(job, cancel)?;
         Ok(DeviceLogits { memory: memory.expect("the first part made it"), shape })
     }
 
     /// As [`super::Engine::score`].
     pub fn score(&self, tokens: &[u32], top_n: usize, cancel: &Cancel) -> Result<Vec<TokenLogprobs>> {
-        let (text, most, scorer) =
-            (tokens.to_vec(), self.facts.sizes.host_part_tokens(), Arc::clone(&self.facts.scorer));
-        // Nothing follows the last.
-        self.job(tokens.len() - 1, most, Vec::new(), cancel, move |model, id, part, scores, cancel| {
-            let mut sink = |logits: &[f32]| {
-                scorer.add(scores, &text, logits, top_n)?;
-                cancel.check()
-            };
-            model.prompt_logits(id, &text[part], &mut sink, cancel)
-        })
+        self.run(Arc::clone(&self.facts.scorer).job(tokens, top_n, cancel), cancel)
     }
 
-    /// Runs a job of [`Text::new`] on the thread, and waits for what it results in.
-    fn job<T: Send + 'static>(
-        &self,
-        tokens: usize,
-        part_tokens: usize,
-        result: T,
-        cancel: &Cancel,
-        read: impl FnMut(&mut GpuModel, SequenceId, Range<usize>, &mut T, &Cancel) -> Result<()> + Send + 'static,
-    ) -> Result<T> {
-        let (text, results) = Text::new(tokens, part_tokens, result, read, cancel);
-        self.send(Work::Job(Box::new(text)))?;
+    /// Has the thread do a job, and waits for its result.
+    fn run<T>(&self, (job, results): Begun<GpuModel, T>, cancel: &Cancel) -> Result<T> {
+        self.send(Work::Job(job))?;
         wait(&results, cancel)?
     }
 
@@ -287,7 +276,7 @@ fn load(order: Order, news: &Sender<News>, cancel: &Cancel) -> Result<(GpuModel,
             workspace_bytes: memory.workspace_bytes,
         },
         sizes,
-        scorer: Arc::new(Scorer::new(sizes, options.threads)?),
+        scorer: Arc::new(Scorer::new(sizes, options.threads)),
     };
     Ok((model, facts))
 }

@@ -26,8 +26,29 @@ pub(in crate::engine) trait Job<S: Steps>: Send {
     fn end(self: Box<Self>, outcome: Result<()>);
 }
 
-/// A [`Job`] that results in a `T`.
-pub(in crate::engine) struct Text<T, R> {
+/// A job for the loop, and where its result will come.
+pub(in crate::engine) type Begun<S, T> = (Box<dyn Job<S>>, Receiver<Result<T>>);
+
+/// A job over `tokens` tokens, in parts of `part_tokens` at most. `read` reads a part of them into the sequence and adds to the
+/// result; the thread that owns the device calls it.
+pub(in crate::engine) fn text_job<S, T, R>(
+    tokens: usize,
+    part_tokens: usize,
+    result: T,
+    cancel: &Cancel,
+    read: R,
+) -> Begun<S, T>
+where
+    S: Steps,
+    T: Send + 'static,
+    R: FnMut(&mut S, S::Id, Range<usize>, &mut T, &Cancel) -> Result<()> + Send + 'static,
+{
+    let (results, receiver) = mpsc::channel();
+    let text = Text { tokens, part_tokens, done: 0, result, read, results, cancel: cancel.clone() };
+    (Box::new(text), receiver)
+}
+
+struct Text<T, R> {
     tokens: usize,
     part_tokens: usize,
     done: usize,
@@ -35,24 +56,6 @@ pub(in crate::engine) struct Text<T, R> {
     read: R,
     results: Sender<Result<T>>,
     cancel: Cancel,
-}
-
-impl<T, R> Text<T, R> {
-    /// A job over `tokens` tokens, and where its result will come. `read` reads a part of them into the sequence and adds
-    /// to the result; the thread that owns the device calls it.
-    pub fn new<S: Steps>(
-        tokens: usize,
-        part_tokens: usize,
-        result: T,
-        read: R,
-        cancel: &Cancel,
-    ) -> (Self, Receiver<Result<T>>)
-    where
-        R: FnMut(&mut S, S::Id, Range<usize>, &mut T, &Cancel) -> Result<()>,
-    {
-        let (results, receiver) = mpsc::channel();
-        (Self { tokens, part_tokens, done: 0, result, read, results, cancel: cancel.clone() }, receiver)
-    }
 }
 
 impl<S, T, R> Job<S> for Text<T, R>

@@ -9,7 +9,7 @@ use std::{
     thread,
 };
 
-use super::{job::Text, *};
+use super::*;
 use crate::{
     kernels::{SAMPLE_RECORD_WORDS, SampleRecord},
     plan::TOKEN_RING,
@@ -175,7 +175,7 @@ impl Steps for Fake {
 }
 
 fn scorer() -> Arc<Scorer> {
-    Arc::new(Scorer::new(SIZES, Some(2)).unwrap())
+    Arc::new(Scorer::new(SIZES, Some(2)))
 }
 
 fn request(prompt: &[u32], params: &SamplingParams) -> (Running, Request) {
@@ -219,6 +219,14 @@ impl Harness {
         Self { seen, work: Some(work), thread: Some(thread) }
     }
 
+    /// One whose loop goes on by [`turn`] alone.
+    fn by_turns() -> (Self, Scheduler<Fake>) {
+        let (work, inbox) = channel();
+        let harness = Self { seen: Arc::default(), work: Some(work), thread: None };
+        let scheduler = Scheduler::new(Fake::new(&harness.seen), inbox, SIZES, scorer());
+        (harness, scheduler)
+    }
+
     fn send(&self, work: Work<Fake>) {
         self.work.as_ref().unwrap().send(work).unwrap();
     }
@@ -236,16 +244,8 @@ impl Harness {
 
     /// A job that scores `tokens`.
     fn score(&self, tokens: &[u32], top_n: usize, cancel: &Cancel) -> Receiver<Result<Vec<TokenLogprobs>>> {
-        let (text, scorer) = (tokens.to_vec(), scorer());
-        let read = move |device: &mut Fake, id, part, scores: &mut Vec<_>, cancel: &Cancel| {
-            let mut sink = |logits: &[f32]| {
-                scorer.add(scores, &text, logits, top_n)?;
-                cancel.check()
-            };
-            device.prompt_logits(id, &text[part], &mut sink, cancel)
-        };
-        let (job, scores) = Text::new(tokens.len() - 1, SIZES.host_part_tokens(), Vec::new(), read, cancel);
-        self.send(Work::Job(Box::new(job)));
+        let (job, scores) = scorer().job(tokens, top_n, cancel);
+        self.send(Work::Job(job));
         scores
     }
 
@@ -263,6 +263,11 @@ impl Harness {
         self.thread.take().unwrap().join().unwrap();
         std::mem::take(&mut self.seen.lock().unwrap())
     }
+}
+
+fn turn(scheduler: &mut Scheduler<Fake>) {
+    assert!(scheduler.receive());
+    scheduler.turn();
 }
 
 impl Running {
@@ -488,13 +493,10 @@ fn the_loop_ends_with_the_last_who_could_ask() {
 
 #[test]
 fn a_cancelled_row_is_gone_after_the_next_turn() {
-    let (work, inbox) = channel();
-    let harness = Harness { seen: Arc::default(), work: Some(work), thread: None };
-    let mut scheduler = Scheduler::new(Fake::new(&harness.seen), inbox, SIZES, scorer());
+    let (harness, mut scheduler) = Harness::by_turns();
     let rows = [harness.start(&[1, 2], &of_length(ENDLESS)), harness.start(&[3], &of_length(ENDLESS))];
     let mut turn = || {
-        assert!(scheduler.receive());
-        scheduler.turn();
+        turn(&mut scheduler);
         let seen = harness.seen.lock().unwrap();
         (seen.steps, seen.sequences, seen.begun.clone())
     };
@@ -584,13 +586,10 @@ fn a_job_that_was_cancelled_before_its_turn_reads_nothing() {
 
 #[test]
 fn a_cancelled_text_does_not_wait_for_the_steps_that_rows_are_owed() {
-    let (work, inbox) = channel();
-    let harness = Harness { seen: Arc::default(), work: Some(work), thread: None };
-    let mut scheduler = Scheduler::new(Fake::new(&harness.seen), inbox, SIZES, scorer());
+    let (harness, mut scheduler) = Harness::by_turns();
     let row = harness.start(&[3], &of_length(ENDLESS));
     let mut turn = || {
-        assert!(scheduler.receive());
-        scheduler.turn();
+        turn(&mut scheduler);
         let seen = harness.seen.lock().unwrap();
         (seen.prefills, seen.sequences)
     };
