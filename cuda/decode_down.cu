@@ -63,13 +63,17 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
         load_tile(tile, tile_at(warp), lane);
         scale = scale_of(warp);
     }
+    // Of one row, the inputs and the part of the warp's only tile: all that can be worked out before the wait is.
+    const uint8_t* own_x = nullptr;
+    int own_part = 0;
     if constexpr (NB == 1) {
-        // A tile a warp: where its inputs lie is known before the wait.
         static_assert(kWarps == kParts);
         const bool routed = warp < kChosen;
         const int slot = routed ? slot_of(warp, 0) : 0, part = warp - kChosen;
         const __nv_bfloat16* from = routed ? args.act + slot * kWidth : args.act_shared + kTileK * part;
         uint8_t* to = routed ? x_experts + slot * x_stride(kWidth) : x_shared + 2 * kTileK * part;
+        own_x = to;
+        own_part = routed ? slot : warp;
         pdl_wait();
         copy_parts<2>([&](int i, const uint4*& global, uint4*& shared) {
             global = reinterpret_cast<const uint4*>(from) + 32 * i + lane;
@@ -106,13 +110,16 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
 
     for (int i = warp; i < n_tiles; i += kWarps) {
         const bool routed = i < n_list;
-        // The lane's column of x: for an expert, the slot of row g that chose it. Other lanes take a row that did: what
-        // they multiply is not used, but it must be there.
-        const int row = g % NB, slot = routed ? slot_of(i, row) : row < rows ? 0 : -1;
-        const uint32_t there = __ballot_sync(~0u, slot >= 0);
-        const int own = routed ? (row * kChosen + slot) * x_stride(kWidth) : row * x_stride(kSharedWidth);
-        const int offset = __shfl_sync(~0u, own, slot >= 0 ? lane : __ffs(there) - 1);
-        const uint8_t* x = (routed ? x_experts : x_shared + 2 * kTileK * (i - n_list)) + offset;
+        const uint8_t* x = own_x;
+        if constexpr (NB > 1) {
+            // The lane's column of x: for an expert, the slot of row g that chose it. Other lanes take a row that did:
+            // what they multiply is not used, but it must be there.
+            const int row = g % NB, slot = routed ? slot_of(i, row) : row < rows ? 0 : -1;
+            const uint32_t there = __ballot_sync(~0u, slot >= 0);
+            const int own = routed ? (row * kChosen + slot) * x_stride(kWidth) : row * x_stride(kSharedWidth);
+            const int offset = __shfl_sync(~0u, own, slot >= 0 ? lane : __ffs(there) - 1);
+            x = (routed ? x_experts : x_shared + 2 * kTileK * (i - n_list)) + offset;
+        }
         Accumulator sum;
         sum.clear();
         const bool more = NB > 1 && i + kWarps < n_tiles;
@@ -122,7 +129,7 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
         for (int q = 0; q < 2; ++q) {
             const int column = 2 * t + q;
             if (column >= NB) continue;
-            const int part = routed ? slot_of(i, column) : kChosen + i - n_list;
+            const int part = NB == 1 ? own_part : routed ? slot_of(i, column) : kChosen + i - n_list;
             if (part < 0) continue;
             float* to = sums + (column * kParts + part) * 16;
             const float low = sum.sum(q) * scale, high = sum.sum(2 + q) * scale;
