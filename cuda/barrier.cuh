@@ -34,20 +34,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 #endif
 }
 
-// The barrier that a thread alone waits for. All that racecheck still reports follows waits whose address is in a
-// uniform register; built for it, this one is not.
-__device__ __forceinline__ uint32_t followed(uint32_t barrier) {
-#ifdef FLINT_RS_RACECHECK
-    asm volatile(
-        "{\n\t.reg .u32 zero;\n\t"
-        "mov.u32 zero, %%tid.x;\n\t"
-        "shr.u32 zero, zero, 31;\n\t"
-        "add.u32 %0, %0, zero;\n\t}"
-        : "+r"(barrier));
-#endif
-    return barrier;
-}
-
 // How many lanes of a warp arrive for it. racecheck follows every thread by itself, and does not see that __syncwarp()
 // orders what the others did before where lanes have parted on their way there; built for it, all of them arrive.
 #ifdef FLINT_RS_RACECHECK

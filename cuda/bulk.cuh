@@ -46,8 +46,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t rank) 
         : "memory");
 }
 
-// Between what threads did to shared memory, in the order that barriers gave it, and copies that write there, or
-// products that read it.
+// By the threads that read or wrote shared memory, before they arrive at the barrier behind which bulk copies write
+// there, or products read it.
 __device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Copies to this block and completes on `barrier`; addresses and length are multiples of 16.

@@ -38,7 +38,6 @@ struct CopyRing {
         empty[slot].wait(n / kSlots + 1);
 #if __CUDA_ARCH__ >= 900
         if (lane == 0) {
-            async_fence();
             barrier_expect(full[slot].address(), bytes);
             bulk_copy(to, from, bytes, full[slot].address());
         }
@@ -56,5 +55,10 @@ struct CopyRing {
     }
 
     // By all lanes of a reader, when they have what they need of it.
-    __device__ __forceinline__ void release(uint32_t n, int lane) { empty[n % kSlots].arrive(lane); }
+    __device__ __forceinline__ void release(uint32_t n, int lane) {
+#if __CUDA_ARCH__ >= 900
+        async_fence();
+#endif
+        empty[n % kSlots].arrive(lane);
+    }
 };

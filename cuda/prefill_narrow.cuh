@@ -175,6 +175,8 @@ __device__ __forceinline__ void multiply_pieces(float (&d)[W / 2], Ring<Shape>& 
             wgmma_commit();
             wgmma_wait<1>();
         }
+        // Of the reads of weights; the last products run under it.
+        async_fence();
         wgmma_wait<0>();
         warp_arrive(ring.empty(stage), lane);
         ring.advance();
@@ -239,13 +241,12 @@ __device__ __forceinline__ void prefill_narrow(const typename Work::Args& args) 
                 if (early > 0) {
                     --early;
                 } else {
-                    barrier_wait(followed(ring.empty(at.stage)), at.parity ^ 1);
-                    async_fence();
+                    barrier_wait(ring.empty(at.stage), at.parity ^ 1);
                     fill.weights(at.stage, strip);
                 }
                 fill.x(at.stage);
             }
-            barrier_wait(followed(ring.empty(at.stage)), at.parity ^ 1);
+            barrier_wait(ring.empty(at.stage), at.parity ^ 1);
             units[at.stage].rows = 0;  // no more come
             barrier_arrive(ring.full(at.stage));
             deal.end();
