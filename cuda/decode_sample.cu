@@ -157,6 +157,7 @@ __device__ void logprobs(Block& b, const Slice& raw, const float* logits, uint32
         n = gather_top(b, raw, best, s.row.top_n);
         if (n == kAll) {
             const Key from = select(b, raw, Goal{true, weigh, s.row.top_n}, kFloor + 1, max);
+            __syncthreads();  // all have read what the search gathered
             n = gather(b, raw, best >= from, [&](Key key) { return key >= from; });
         }
     }

@@ -14,7 +14,7 @@ constexpr uint32_t kGatherMost = 256;
 constexpr uint32_t kChunk = 1u << 17;
 
 // Brings the keys for which wanted(key) holds into `list` of block 0. All get their number; kAll if one block has too
-// many for the list. `any` is false if the thread has none.
+// many for the list. `any` is false if the thread has none. The block's threads have met since they gathered last.
 template <typename Wanted>
 __device__ uint32_t gather(Block& b, const Slice& slice, bool any, const Wanted& wanted) {
     Shared& s = b.s;
