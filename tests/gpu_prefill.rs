@@ -166,7 +166,7 @@ fn plain(product: &'static Product, out: Out, width: usize, cols: usize, rows_of
             weights: gpu.upload(&packed.tiles),
             scales: gpu.f32s(&packed.scales),
         };
-        for &rows in rows_of.iter().filter(|&&rows| affordable(rows)) {
+        for &rows in rows_of.iter().filter(|&&rows| affordable(2 * rows)) {
             let x = random.bf16s(rows * cols);
             case.check(&x, &project(&weights, &x, Float32, &Cancel::default()).unwrap(), SPREAD);
         }
@@ -208,7 +208,7 @@ fn activations() {
             weights: gpu.upload(&packed.tiles),
             scales: gpu.f32s(&packed.scales),
         };
-        for rows in ROWS.into_iter().filter(|&rows| affordable(rows)) {
+        for rows in ROWS.into_iter().filter(|&rows| affordable(2 * rows)) {
             let x = random.bf16s(rows * HIDDEN);
             let [gate, up] = [&gate, &up].map(|m| project(m, &x, Float32, &Cancel::default()).unwrap());
             let exact: Vec<f32> = gate.iter().zip(&up).map(|(&g, &u)| silu(g) * u).collect();
@@ -550,7 +550,8 @@ fn check_groups(chosen: &[u32], sorted: &[u32], tiles: &[u32], n_tiles: u32, mos
 }
 
 fn check_moe(gpu: &Gpu, random: &mut Random, kind: (Kind, TileFormat), moe: &Moe, logits: &[f32]) {
-    if !affordable(logits.len() / EXPERTS) {
+    // A row reads six experts.
+    if !affordable(4 * logits.len() / EXPERTS) {
         return;
     }
     let (rows, cancel) = (logits.len() / EXPERTS, Cancel::default());

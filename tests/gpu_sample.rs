@@ -21,7 +21,6 @@ const VOCAB_SIZES: [usize; 8] = [1, 31, 33, 1001, 8192, 8193, 20_011, 150_144];
 const FLINT: usize = 150_144;
 /// Rows of the sampler's memory; a step uses the first few.
 const ROWS: usize = 9;
-const STEPS: usize = 8;
 const RING_LINES: usize = 3;
 const FIRST_POSITION: u32 = 100;
 /// Words that nobody may write, or read and use.
@@ -29,7 +28,12 @@ const POISON: u32 = 0xFFFF_FFFF;
 
 /// Flint's vocabulary, or a part where that takes too long.
 fn flint() -> usize {
-    if affordable(FLINT / 100) { FLINT } else { 20_011 }
+    *[FLINT, 20_011].iter().find(|&&vocab| affordable(vocab / 100)).unwrap_or(&2503)
+}
+
+/// Steps, or few where they take too long.
+fn steps(most: usize) -> usize {
+    if affordable(200) { most } else { 2 }
 }
 
 struct Gpu {
@@ -184,7 +188,7 @@ fn starts(requests: &[Request], vocab_size: usize) -> Vec<SampleStart> {
     requests.iter().map(|request| request.start(vocab_size)).collect()
 }
 
-/// Runs the requests as the rows of `STEPS` steps on `logits(random, row)`, beside CPU samplers.
+/// Runs the requests as the rows of some steps on `logits(random, row)`, beside CPU samplers.
 fn check(
     gpu: &Gpu,
     random: &mut Random,
@@ -195,7 +199,7 @@ fn check(
     let memory = Memory::new(gpu, &starts(requests, vocab_size), vocab_size, RING_LINES);
     let mut samplers: Vec<_> = requests.iter().map(|request| request.sampler(vocab_size)).collect();
     let mut outputs = vec![vec![]; requests.len()];
-    for step in 0..STEPS {
+    for step in 0..steps(8) {
         let rows: Vec<_> = (0..requests.len()).map(|n| logits(random, n)).collect();
         memory.set_logits(&rows);
         memory.step(step % 4 >= 2);
@@ -332,7 +336,7 @@ fn random_requests_choose_as_on_the_cpu() {
     let (gpu, mut random) = (Gpu::open(), Random::fresh());
     let flint = flint();
     // The number of a case stands for its size: so there are as many as can be afforded.
-    for _ in (0..CASES).filter(|case| affordable(25 * case)) {
+    for _ in (0..CASES).filter(|case| affordable(50 * case)) {
         let vocab_size = one_of(&mut random, &VOCAB_SIZES).min(flint);
         let n_rows = 1 + random.below(ROWS);
         let requests: Vec<_> = (0..n_rows).map(|_| any_request(&mut random, vocab_size)).collect();
@@ -405,25 +409,24 @@ fn rows_write_the_same_records_alone_and_together() {
 #[test]
 #[ignore = "needs a CUDA GPU: make test-gpu"]
 fn a_graph_goes_on_where_it_stood() {
-    const REPLAYS: usize = 20;
-    let (gpu, mut random) = (Gpu::open(), Random::fresh());
+    let (gpu, mut random, replays) = (Gpu::open(), Random::fresh(), steps(20));
     let vocab = flint();
     let requests: Vec<_> = (0..ROWS).map(|_| any_request(&mut random, vocab)).collect();
     let logits: Vec<_> = requests.iter().map(|_| random.normals(vocab)).collect();
     for pdl in [false, true] {
-        let memory = Memory::new(&gpu, &starts(&requests, vocab), vocab, 2 * REPLAYS);
+        let memory = Memory::new(&gpu, &starts(&requests, vocab), vocab, 2 * replays);
         memory.set_logits(&logits);
         let (launch, args) = memory.args();
         // SAFETY: the buffers have the extents that `args` states, and live until the stream was waited for.
         let calls = [(); 2].map(|()| unsafe { gpu.sample.call(launch, &args) }.unwrap());
         let graph = gpu.device.graph(&calls, pdl).unwrap();
-        for _ in 0..REPLAYS {
+        for _ in 0..replays {
             graph.launch().unwrap();
         }
         gpu.device.synchronize("sampling").unwrap();
         for (n, request) in requests.iter().enumerate() {
             let (mut sampler, mut output_tokens) = (request.sampler(vocab), 0);
-            for step in 0..2 * REPLAYS {
+            for step in 0..2 * replays {
                 let what = format!("step {step}, row {n}, {:?}", request.params);
                 let found = SampleRecord::new(&memory.record(step, n)).sampled(&request.params, output_tokens);
                 match sampler.sample(&logits[n]) {
