@@ -191,16 +191,21 @@ def test_the_end_of_the_context() -> None:
         assert flint.score([1] * 100).shape == (99,)
 
 
-def test_memory_is_told_and_given_back() -> None:
+def free_memory() -> int:
+    """Bytes of the card, which no other process may use meanwhile."""
     torch = pytest.importorskip("torch")
     torch.cuda.init()
-    before = torch.cuda.mem_get_info()[0]
+    return torch.cuda.mem_get_info()[0]
+
+
+def test_memory_is_told_and_given_back() -> None:
+    before = free_memory()
     dims = {"num_hidden_layers": 4, "vocab_size": 4096, "max_position_embeddings": 16384}
     with Flint.synthetic(dims=dims, device="cuda", max_sequences=8) as flint:
-        held = before - torch.cuda.mem_get_info()[0]
+        held = before - free_memory()
         told = sum(flint.memory.values())
         assert told <= held <= told + (1 << 30)
-    assert torch.cuda.mem_get_info()[0] >= before - (64 << 20)
+    assert free_memory() >= before - (64 << 20)
 
 
 def test_device_arrays(gpu: Flint) -> None:
@@ -246,8 +251,7 @@ def test_device_arrays_in_cupy(gpu: Flint) -> None:
 
 def test_device_arrays_outlive_their_model_and_are_freed() -> None:
     torch = pytest.importorskip("torch")
-    torch.cuda.init()
-    before = torch.cuda.mem_get_info()[0]
+    before = free_memory()
     flint = Flint(flint_rs.SMALL_MODEL, device="cuda", max_sequences=1)
     ids = flint.tokenize(TEXT * 20)
     expected, array = flint.logits(ids), flint.logits(ids, on_device=True)
@@ -255,10 +259,10 @@ def test_device_arrays_outlive_their_model_and_are_freed() -> None:
     tensor = torch.from_dlpack(array)
     del array, flint
     assert (tensor.cpu().numpy() == expected).all()
-    held = before - torch.cuda.mem_get_info()[0]
+    held = before - free_memory()
     assert held >= tensor.numel() * 4
     del tensor
-    assert torch.cuda.mem_get_info()[0] >= before - (64 << 20)
+    assert free_memory() >= before - (64 << 20)
 
 
 def test_capsules(gpu: Flint) -> None:
