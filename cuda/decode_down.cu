@@ -64,20 +64,19 @@ __device__ __forceinline__ void decode_down(const DecodeDownArgs& args) {
         scale = scale_of(warp);
     }
     // Of one row, the inputs and the part of the warp's only tile: all that can be worked out before the wait is.
-    const uint8_t* own_x = nullptr;
+    uint8_t* own_x = nullptr;
     int own_part = 0;
     if constexpr (NB == 1) {
         static_assert(kWarps == kParts);
         const bool routed = warp < kChosen;
         const int slot = routed ? slot_of(warp, 0) : 0, part = warp - kChosen;
         const __nv_bfloat16* from = routed ? args.act + slot * kWidth : args.act_shared + kTileK * part;
-        uint8_t* to = routed ? x_experts + slot * x_stride(kWidth) : x_shared + 2 * kTileK * part;
-        own_x = to;
+        own_x = routed ? x_experts + slot * x_stride(kWidth) : x_shared + 2 * kTileK * part;
         own_part = routed ? slot : warp;
         pdl_wait();
         copy_parts<2>([&](int i, const uint4*& global, uint4*& shared) {
             global = reinterpret_cast<const uint4*>(from) + 32 * i + lane;
-            shared = reinterpret_cast<uint4*>(to) + 32 * i + lane;
+            shared = reinterpret_cast<uint4*>(own_x) + 32 * i + lane;
             return true;
         });
     } else {
