@@ -242,6 +242,13 @@ impl Harness {
         running
     }
 
+    /// A row without an end of its own that is in the steps: its first token has come.
+    fn start_endless(&self, prompt: &[u32]) -> Running {
+        let running = self.start(prompt, &of_length(ENDLESS));
+        running.replies.recv().unwrap().unwrap();
+        running
+    }
+
     /// A job that scores `tokens`.
     fn score(&self, tokens: &[u32], top_n: usize, cancel: &Cancel) -> Receiver<Result<Vec<TokenLogprobs>>> {
         let (job, scores) = scorer().job(tokens, top_n, cancel);
@@ -271,6 +278,12 @@ fn turn(scheduler: &mut Scheduler<Fake>) {
 }
 
 impl Running {
+    /// What has come since the first token is what follows `prompt`.
+    fn assert_untouched(&self, prompt: &[u32]) {
+        let tokens: Vec<_> = self.replies.try_iter().map(|reply| reply.unwrap().event.token_id).collect();
+        assert_eq!(tokens, expected(prompt, tokens.len() + 1)[1..], "the row is not touched by the others");
+    }
+
     fn finish(&self) -> Result<Vec<u32>> {
         let mut tokens = Vec::new();
         loop {
@@ -513,8 +526,7 @@ fn a_cancelled_row_is_gone_after_the_next_turn() {
 #[test]
 fn other_rows_have_steps_between_the_parts_of_a_long_prompt() {
     let harness = Harness::new();
-    let running = harness.start(&[5], &of_length(ENDLESS));
-    running.replies.recv().unwrap().unwrap();
+    let running = harness.start_endless(&[5]);
     let prompt: Vec<u32> = (0..950).map(|i| i * 7 % VOCAB).collect();
     let before = harness.seen.lock().unwrap().steps;
     let params = SamplingParams { prompt_logprobs: Some(0), ..of_length(3) };
@@ -531,8 +543,7 @@ fn other_rows_have_steps_between_the_parts_of_a_long_prompt() {
     let steps = harness.seen.lock().unwrap().steps - before;
     // Two prompts of ten parts.
     assert!(steps >= 18 * STEPS_A_PART, "{steps} steps");
-    let tokens: Vec<_> = running.replies.try_iter().map(|reply| reply.unwrap().event.token_id).collect();
-    assert_eq!(tokens, expected(&[5], tokens.len() + 1)[1..]);
+    running.assert_untouched(&[5]);
     // One that is cancelled on the way.
     let cancelled = harness.start(&prompt, &of_length(ENDLESS));
     harness.wait_until(|| cancelled.progress.tokens() > 0);
@@ -545,8 +556,7 @@ fn other_rows_have_steps_between_the_parts_of_a_long_prompt() {
 #[test]
 fn other_rows_have_steps_between_the_parts_of_a_job() {
     let harness = Harness::new();
-    let running = harness.start(&[5], &of_length(ENDLESS));
-    running.replies.recv().unwrap().unwrap();
+    let running = harness.start_endless(&[5]);
     let text: Vec<u32> = (0..951).map(|i| i * 7 % VOCAB).collect();
     let steps = || harness.seen.lock().unwrap().steps;
     let before = steps();
@@ -566,8 +576,7 @@ fn other_rows_have_steps_between_the_parts_of_a_job() {
     harness.wait_until(|| prefills() > read);
     cancel.cancel();
     assert!(matches!(cancelled.recv().unwrap(), Err(Error::Cancelled)));
-    let tokens: Vec<_> = running.replies.try_iter().map(|reply| reply.unwrap().event.token_id).collect();
-    assert_eq!(tokens, expected(&[5], tokens.len() + 1)[1..], "the row is not touched by any of it");
+    running.assert_untouched(&[5]);
     harness.seen.lock().unwrap().fails = true;
     let error = harness.score(&text, 0, &Cancel::default()).recv().unwrap().unwrap_err();
     assert_eq!(error.to_string(), "a fake step failed: the test wants it");
